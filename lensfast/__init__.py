@@ -1,0 +1,82 @@
+"""lensfast: group-gated OpenTelemetry spans for training code, with the gate in C.
+
+The API is that of nemo.lens. See README.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from opentelemetry import metrics as _metrics
+from opentelemetry import trace as _trace
+
+from ._backend import backend, span_group
+from .config import NemoLensConfig
+from .groups import SpanGroup, SpanRegistry
+from .handle import TelemetryHandle, ensure_run_id, setup_telemetry
+from .helpers import (
+    DEFAULT_REDACT_KEYS,
+    managed_span,
+    redact_value,
+    safe_set_span_attributes,
+    span_attributes,
+    span_cm,
+    trace_fn,
+)
+from .package_info import __package_name__, __version__
+from .state import (
+    enabled_span_groups,
+    is_span_group_enabled,
+    pending_span_groups,
+    set_enabled_span_groups,
+)
+from .strategies import (
+    ExportStrategy,
+    register_export_strategy,
+    registered_strategies,
+    unregister_export_strategy,
+)
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import Meter
+    from opentelemetry.trace import Tracer
+
+__all__ = [
+    "DEFAULT_REDACT_KEYS",
+    "ExportStrategy",
+    "NemoLensConfig",
+    "SpanGroup",
+    "SpanRegistry",
+    "TelemetryHandle",
+    "__package_name__",
+    "__version__",
+    "backend",
+    "enabled_span_groups",
+    "ensure_run_id",
+    "get_meter",
+    "get_tracer",
+    "is_span_group_enabled",
+    "managed_span",
+    "pending_span_groups",
+    "redact_value",
+    "register_export_strategy",
+    "registered_strategies",
+    "safe_set_span_attributes",
+    "set_enabled_span_groups",
+    "setup_telemetry",
+    "span_attributes",
+    "span_cm",
+    "span_group",
+    "trace_fn",
+    "unregister_export_strategy",
+]
+
+
+def get_tracer(name: str = "nemo.lens") -> Tracer:
+    """The tracer called `name` of the provider that is global now."""
+    return _trace.get_tracer(name)
+
+
+def get_meter(name: str = "nemo.lens") -> Meter:
+    """The meter called `name` of the provider that is global now."""
+    return _metrics.get_meter(name)

@@ -1,0 +1,105 @@
+# cython: language_level=3, binding=True, freethreading_compatible=False
+"""The gate in C: which span groups are enabled, asked billions of times.
+
+The hot functions live in csrc/; this file sets them up and holds what runs rarely.
+The interface is that of lensfast._gate_py, which has the same behaviour in Python.
+"""
+
+from cpython.object cimport PyObject, PyTypeObject
+
+import os
+from threading import Lock
+
+
+cdef extern from "noop.h":
+    PyObject *lf_noop
+    int lf_noop_init() except -1
+
+cdef extern from "group.h":
+    int lf_group_init() except -1
+    object lf_group_intern(object name)
+    list lf_group_all()
+    void lf_group_set(object handle, int enabled)
+    void lf_group_set_span_hook(object function)
+    PyTypeObject *lf_group_type
+
+cdef extern from "traced.h":
+    int lf_traced_init() except -1
+    object lf_traced_new(object function, object group, object runner)
+    PyTypeObject *lf_traced_type
+
+cdef extern from "gate.h":
+    int lf_gate_init() except -1
+    int lf_gate_set_enabled(object frozen_set) except -1
+    object lf_gate_is_enabled_function(object module_name)
+    object lf_gate_managed_span_function(object module_name, object slow)
+
+
+lf_noop_init()
+lf_group_init()
+lf_traced_init()
+lf_gate_init()
+
+NOOP = <object>lf_noop
+NoopSpan = type(NOOP)
+GroupHandle = <object>lf_group_type
+TracedFunction = <object>lf_traced_type
+
+is_span_group_enabled = lf_gate_is_enabled_function("lensfast.state")
+
+# One writer at a time; readers take no lock.
+_lock = Lock()
+_enabled = frozenset()
+
+
+def _apply(groups):
+    for name in groups:
+        if isinstance(name, str):
+            lf_group_intern(str.__str__(name))
+    for handle in lf_group_all():
+        lf_group_set(handle, handle.name in groups)
+
+
+def publish(groups):
+    """Make exactly `groups` (a frozenset) enabled. Each group is switched once, by one store."""
+    global _enabled
+    with _lock:
+        _enabled = groups
+        lf_gate_set_enabled(groups)
+        _apply(groups)
+
+
+def _after_fork():
+    # Another thread may have held the lock, half way through.
+    _lock._at_fork_reinit()
+    _apply(_enabled)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def enabled():
+    """The frozenset last published."""
+    return _enabled
+
+
+def span_group(name):
+    """The one handle of the group `name` (str); it lives as long as the process."""
+    with _lock:
+        handle = lf_group_intern(str.__str__(name))
+        lf_group_set(handle, handle.name in _enabled)
+    return handle
+
+
+def install(managed_span, group_span):
+    """Put the gate in front of the Python primitives; returns the managed_span to export."""
+    lf_group_set_span_hook(group_span)
+    return lf_gate_managed_span_function(managed_span.__module__, managed_span)
+
+
+def traced(function, group, runner):
+    """A callable that is `function` while `group` is off and `runner` while it is on."""
+    if type(group) is str:
+        group = span_group(group)
+    return lf_traced_new(function, group, runner)

@@ -1,0 +1,172 @@
+"""The gate in Python: the same interface and behaviour as the compiled lensfast._gate."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, NoReturn
+
+_lock = threading.Lock()
+_enabled: frozenset[Any] = frozenset()
+_handles: dict[str, GroupHandle] = {}
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _lock._at_fork_reinit())  # type: ignore[attr-defined]
+
+
+class NoopSpan:
+    """The shared context manager of disabled spans: enters as None, does nothing."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, exc_type: object, exc: object, traceback: object) -> None:
+        return None
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError(
+            "a managed span can't be used as a decorator: the group may be switched later, "
+            "and this object would not notice; decorate with trace_fn(group, name) instead"
+        )
+
+    def __repr__(self) -> str:
+        return "<disabled span>"
+
+    def __reduce__(self) -> str:
+        return "NOOP"
+
+
+NOOP = NoopSpan()
+
+
+def is_span_group_enabled(group: str) -> bool:
+    """Whether the span group named `group` is enabled: `group in enabled_span_groups()`.
+
+    Case-sensitive. A name nobody registered is simply not enabled; an unhashable one raises TypeError.
+    Lock-free and safe from any thread.
+    """
+    return group in _enabled
+
+
+is_span_group_enabled.__module__ = "lensfast.state"
+
+
+def publish(groups: frozenset[Any]) -> None:
+    """Make exactly `groups` enabled."""
+    global _enabled
+    _enabled = groups
+
+
+def enabled() -> frozenset[Any]:
+    """The frozenset last published."""
+    return _enabled
+
+
+_group_span: Callable[..., Any]
+
+
+class GroupHandle:
+    """The one handle of a span group, made by span_group(name): truthy while the group is enabled."""
+
+    __slots__ = ("_name",)
+    _name: str
+
+    def __new__(cls) -> NoReturn:
+        raise TypeError("cannot create 'GroupHandle' instances")
+
+    @property
+    def name(self) -> str:
+        """The group's name (str)."""
+        return self._name
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the group is enabled now (bool)."""
+        return self._name in _enabled
+
+    def __bool__(self) -> bool:
+        return self._name in _enabled
+
+    def span(self, /, *args: Any, **kwargs: Any) -> Any:
+        """A context manager for one span of this group: yields the span, or None while the group is disabled."""
+        return _group_span(self, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<span group {self._name!r}: {'enabled' if self else 'disabled'}>"
+
+    def __reduce__(self) -> tuple[Callable[[str], GroupHandle], tuple[str]]:
+        return span_group, (self._name,)
+
+    def __copy__(self) -> GroupHandle:
+        return self
+
+    def __deepcopy__(self, memo: object) -> GroupHandle:
+        return self
+
+
+_GroupHandleType: Any = GroupHandle
+
+
+def span_group(name: str) -> GroupHandle:
+    """The one handle of the group `name` (str); it lives as long as the process."""
+    with _lock:
+        handle = _handles.get(name)
+        if handle is None:
+            exact: str = str.__str__(name)
+            handle = _handles[exact] = object.__new__(_GroupHandleType)
+            handle._name = exact
+        return handle
+
+
+def install(managed_span: Callable[..., Any], group_span: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell the gate the Python primitives; returns the managed_span to export."""
+    global _group_span
+    _group_span = group_span
+    return managed_span
+
+
+class TracedFunction:
+    """A traced coroutine or generator function: looks to inspect like the function it wraps."""
+
+    def __init__(self, function: Callable[..., Any], group: str, runner: Callable[..., Any]) -> None:
+        self._traced = function, group, runner
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        function, group, runner = self._traced
+        return (runner if group in _enabled else function)(*args, **kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        # A copy under construction has no _traced yet.
+        if name == "_traced":
+            raise AttributeError(name)
+        return getattr(self._traced[0], name)
+
+    def __repr__(self) -> str:
+        return f"<traced {self._traced[0]!r}>"
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # type: ignore[no-any-return]
+
+
+def traced(function: Callable[..., Any], group: str, runner: Callable[..., Any]) -> Callable[..., Any]:
+    """A callable that is `function` while `group` is off and `runner` while it is on."""
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(is_kind(function) for is_kind in kinds):
+        return TracedFunction(function, group, runner)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if group in _enabled:
+            return runner(*args, **kwargs)
+        if kwargs:
+            return function(*args, **kwargs)
+        return function(*args)
+
+    return wrapper

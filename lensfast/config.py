@@ -1,0 +1,137 @@
+"""The configuration of a job's telemetry, and how it is read from the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ._backend import TRUE_WORDS
+from .groups import SpanGroup, SpanRegistry, resolve_with_class
+from .state import check_spec
+
+_FALSE_WORDS = frozenset({"0", "false", "no", "off"})
+_Value = TypeVar("_Value")
+
+
+@dataclass
+class NemoLensConfig:
+    """What setup_telemetry needs to know. A plain mutable record; from_env() fills it from the environment."""
+
+    enabled: bool = False
+    """Whether to set up telemetry at all."""
+    service_name: str = "nemo"
+    """The resource attribute service.name."""
+    export_strategy: str = "single_rank"
+    """Which ranks export: single_rank, all_ranks, sampled, first_rank_per_node or a registered name."""
+    export_rank: int = -1
+    """The rank that single_rank chooses; negative: the last one."""
+    export_sample_rate: float = 1.0
+    """The share of ranks, from 0.0 to 1.0, that `sampled` and the sampler choose."""
+    sampler_enabled: bool = False
+    """Whether to sample by rank; otherwise OTEL_TRACES_SAMPLER rules."""
+    traces_enabled: bool = True
+    metrics_enabled: bool = True
+    logs_enabled: bool = False
+    span_groups: str = "default"
+    """The spec of enabled span groups, such as `"default,layer"`."""
+    exporter: str = "otlp"
+    """`"otlp"` or `"console"`."""
+    run_id: str = ""
+    """Names the run; empty: SLURM_JOB_ID or a random id, filled in by setup_telemetry."""
+    user: str = ""
+    wandb_entity: str = ""
+    wandb_project: str = ""
+    _span_group_cls: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.export_sample_rate <= 1.0:
+            raise ValueError(f"export_sample_rate must be from 0.0 to 1.0, not {self.export_sample_rate!r}")
+
+    @property
+    def resolved_span_groups(self) -> frozenset[str]:
+        """The groups that `span_groups` names now.
+
+        By the group class if there is one, by the registry if a library has registered, else by SpanGroup.
+
+        Raises:
+            ValueError: a group class is asked and does not know a name.
+        """
+        snapshot = SpanRegistry._snapshot()
+        span_group_cls = self._span_group_cls
+        if span_group_cls is None:
+            if snapshot.groups:
+                return snapshot.resolve(self.span_groups)[0]
+            span_group_cls = SpanGroup
+        check_spec(self.span_groups, span_group_cls)
+        return resolve_with_class(self.span_groups, span_group_cls, snapshot)[0]
+
+    @classmethod
+    def from_env(
+        cls, prefix: str = "NEMO_LENS", fallback_prefix: str | None = None, span_group_cls: Any = None
+    ) -> NemoLensConfig:
+        """Read `<prefix>_<NAME>`, or `<fallback_prefix>_<NAME>` where the former is unset or blank.
+
+        Args:
+            prefix: such as `"MEGATRON_OTEL"`.
+            fallback_prefix: such as `"NEMO_LENS"`; there is none by itself.
+            span_group_cls: a SpanGroup subclass that resolves `span_groups`.
+
+        Raises:
+            ValueError: a value can't be read; the text names the variable and the allowed values.
+        """
+
+        def read(name: str, default: _Value, parse: Callable[[str], _Value], allowed: str) -> _Value:
+            variables = [f"{p}_{name}" for p in (prefix, fallback_prefix) if p is not None]
+            for variable in variables:
+                text = os.environ.get(variable, "").strip()
+                if not text:
+                    continue
+                try:
+                    return parse(text)
+                except ValueError:
+                    source = "" if variable == variables[0] else f" (in whose place {variable} was read)"
+                    raise ValueError(f"{variables[0]}{source} must be {allowed}, not {text!r}") from None
+            return default
+
+        def flag(name: str, default: bool) -> bool:
+            return read(name, default, _parse_bool, "one of 1, true, yes, on, 0, false, no, off")
+
+        def text(name: str, default: str) -> str:
+            return read(name, default, str, "text")
+
+        return cls(
+            enabled=flag("ENABLED", False),
+            service_name=os.environ.get("OTEL_SERVICE_NAME", "").strip() or "nemo",
+            export_strategy=text("EXPORT_STRATEGY", "single_rank"),
+            export_rank=read("EXPORT_RANK", -1, int, "an integer (negative: the last rank)"),
+            export_sample_rate=read("EXPORT_SAMPLE_RATE", 1.0, _parse_rate, "a number from 0.0 to 1.0"),
+            sampler_enabled=flag("SAMPLER_ENABLED", False),
+            traces_enabled=flag("TRACES_ENABLED", True),
+            metrics_enabled=flag("METRICS_ENABLED", True),
+            logs_enabled=flag("LOGS_ENABLED", False),
+            span_groups=text("SPAN_GROUPS", "default"),
+            exporter=text("EXPORTER", "otlp"),
+            run_id=text("RUN_ID", ""),
+            user=text("USER_ID", ""),
+            wandb_entity=os.environ.get("WANDB_ENTITY", ""),
+            wandb_project=os.environ.get("WANDB_PROJECT", ""),
+            _span_group_cls=span_group_cls,
+        )
+
+
+def _parse_bool(text: str) -> bool:
+    word = text.lower()
+    if word in TRUE_WORDS:
+        return True
+    if word in _FALSE_WORDS:
+        return False
+    raise ValueError(text)
+
+
+def _parse_rate(text: str) -> float:
+    rate = float(text)
+    if not 0.0 <= rate <= 1.0:
+        raise ValueError(text)
+    return rate

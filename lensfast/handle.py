@@ -1,0 +1,205 @@
+"""Setting telemetry up, and shutting it down."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry import metrics, trace
+
+from . import state
+from ._backend import TRUE_WORDS
+from ._spans import PACKAGE_SCOPE
+from .strategies import get_export_strategy
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import Meter
+    from opentelemetry.trace import Tracer
+
+    from .config import NemoLensConfig
+    from .strategies import ExportStrategy
+
+logger = logging.getLogger(__name__)
+
+_INITIALIZED = False
+
+
+class TelemetryHandle:
+    """What setup_telemetry returns."""
+
+    def __init__(self, tracer: Tracer, meter: Meter, is_exporting: bool = False) -> None:
+        self._tracer = tracer
+        self._meter = meter
+        self.is_exporting = is_exporting
+        """Whether this process exports. Metrics are worth recording only if it does."""
+        self._closed = False
+
+    @property
+    def tracer(self) -> Tracer:
+        """The tracer named `nemo.lens`."""
+        return self._tracer
+
+    @property
+    def meter(self) -> Meter:
+        """The meter named `nemo.lens`."""
+        return self._meter
+
+    def shutdown(self, timeout_ms: int = 5000) -> None:
+        """Deliver what is queued and shut the global providers down.
+
+        Spans that are still open are ended and marked `nemo.span.truncated`. A second call does nothing. Never raises,
+        and returns within about `timeout_ms`, also if the collector does not answer; what could not be delivered by
+        then is logged as lost. Groups stay enabled. Runs by itself at interpreter exit. Thread-safe.
+
+        Args:
+            timeout_ms: milliseconds for all providers together.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        providers = {"spans": trace.get_tracer_provider(), "metrics": metrics.get_meter_provider()}
+        try:
+            from opentelemetry._logs import get_logger_provider
+
+            providers["log records"] = get_logger_provider()
+        except ImportError:
+            pass
+        deadline = time.monotonic() + timeout_ms / 1000
+        threads = {}
+        for what, provider in providers.items():
+            # In threads of their own: the SDK's flush takes a timeout and may not keep it.
+            thread = threading.Thread(
+                target=_close, args=(what, provider, timeout_ms), name=f"lensfast-shutdown-{what}", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:
+                _close(what, provider, timeout_ms)  # an interpreter that is finalizing starts no threads
+            else:
+                threads[what] = thread
+        for what, thread in threads.items():
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                logger.warning(
+                    "%s could not be delivered within %d ms and are lost: the collector at "
+                    "OTEL_EXPORTER_OTLP_ENDPOINT does not answer, or needs a longer shutdown(timeout_ms=...)",
+                    what, timeout_ms,
+                )  # fmt: skip
+
+
+class _OffHandle(TelemetryHandle):
+    """The handle of a process that does not export: there may be a provider, but it is somebody else's."""
+
+    def shutdown(self, timeout_ms: int = 5000) -> None:
+        """Nothing to do."""
+
+
+def _close(what: str, provider: Any, timeout_ms: int) -> None:
+    for method, arguments in (("force_flush", {"timeout_millis": timeout_ms}), ("shutdown", {})):
+        function = getattr(provider, method, None)
+        if function is None:
+            continue
+        try:
+            function(**arguments)
+        except Exception:
+            logger.warning("%s of the provider of %s failed", method, what, exc_info=True)
+
+
+def ensure_run_id(config: NemoLensConfig, environ: Mapping[str, str] | None = None) -> str:
+    """The job's run id: `config.run_id`, filled in from SLURM_JOB_ID or 12 random hex digits if it is empty.
+
+    Args:
+        config: changed if its run_id is empty.
+        environ: default: os.environ.
+    """
+    if not config.run_id:
+        environ = os.environ if environ is None else environ
+        config.run_id = environ.get("SLURM_JOB_ID") or uuid.uuid4().hex[:12]
+    return config.run_id
+
+
+def _should_export(
+    config: NemoLensConfig, rank: int, world_size: int, override: Callable[..., Any] | None = None
+) -> bool:
+    return bool((override or get_export_strategy(config.export_strategy))(config, rank, world_size))
+
+
+def setup_telemetry(
+    config: NemoLensConfig,
+    rank: int = 0,
+    world_size: int = 1,
+    resource_attributes: Mapping[str, Any] | None = None,
+    span_exporter: Any = None,
+    metric_reader: Any = None,
+    export_strategy: ExportStrategy | None = None,
+    _allow_reinit: bool = False,
+) -> TelemetryHandle:
+    """Set this process's telemetry up, once, before training starts.
+
+    On an exporting rank: providers, exporters and propagators are installed and the groups of `config.span_groups` are
+    enabled. On every other rank, or if `config.enabled` is false, nothing is installed, no group is enabled, and no
+    span object is ever made. Everything is validated before anything is installed.
+
+    Groups: names are looked up in `config._span_group_cls` (if given) and in SpanRegistry, live. Without a class, and
+    as long as no library has registered, the eight groups of SpanGroup stand in.
+
+    Args:
+        config: its run_id is filled in if empty.
+        rank, world_size: this process's place in the job, for the export strategy and the resource.
+        resource_attributes: added to the resource.
+        span_exporter: an SDK SpanExporter to use in place of `config.exporter`.
+        metric_reader: an SDK MetricReader, likewise.
+        export_strategy: called as (config, rank, world_size) in place of the one that `config` names.
+
+    Raises:
+        RuntimeError: telemetry has already been set up in this process.
+        ValueError: unknown exporter, export strategy or (with a group class) group, or an environment variable with a
+            value that can't be used; the text names it and what is allowed.
+        ImportError: the SDK is not installed.
+
+    Not thread-safe: call it from the main thread.
+    """
+    global _INITIALIZED
+    if _INITIALIZED and config.enabled and not _allow_reinit:
+        raise RuntimeError(
+            "telemetry has already been initialised in this process; call setup_telemetry() once, and keep its handle"
+        )
+    ensure_run_id(config)
+    exporting = _should_export(config, rank, world_size, export_strategy) and config.enabled
+    if exporting and os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() in TRUE_WORDS:
+        logger.info("telemetry stays off: OTEL_SDK_DISABLED is set")
+        exporting = False
+    if not exporting:
+        state.set_enabled_span_groups(frozenset())
+        _INITIALIZED = _INITIALIZED or config.enabled
+        return _OffHandle(trace.get_tracer(PACKAGE_SCOPE), metrics.get_meter(PACKAGE_SCOPE))
+
+    from .providers import build_providers
+
+    state.check_spec(config.span_groups, config._span_group_cls)
+    reaches_exporter = build_providers(config, rank, world_size, resource_attributes, span_exporter, metric_reader)
+    state.follow_spec(config.span_groups, config._span_group_cls, built_in_groups=True)
+    _INITIALIZED = True
+    handle = TelemetryHandle(trace.get_tracer(PACKAGE_SCOPE), metrics.get_meter(PACKAGE_SCOPE), reaches_exporter)
+    _shut_down_at_exit(handle)
+    return handle
+
+
+def _shut_down_at_exit(handle: TelemetryHandle) -> None:
+    atexit.register(handle.shutdown)
+    if not hasattr(os, "fork"):
+        return
+    # Children of multiprocessing leave by os._exit, past atexit; forked ones begin by dropping all finalizers.
+    from multiprocessing import util
+
+    def finalize(handle: TelemetryHandle) -> None:
+        util.Finalize(handle, handle.shutdown, exitpriority=0)
+
+    finalize(handle)
+    util.register_after_fork(handle, finalize)

@@ -1,0 +1,449 @@
+"""Builds the OpenTelemetry providers of an exporting rank. Needs the SDK: `pip install 'lensfast[sdk]'`."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import random
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry import metrics, trace
+from opentelemetry.context import Context
+
+from . import package_info
+from .helpers import _scoped_attributes, safe_set_span_attributes
+from .resources import detect_resource
+from .sampling import RankAwareSampler
+
+if TYPE_CHECKING:
+    from .config import NemoLensConfig
+
+logger = logging.getLogger(__name__)
+
+_VALID_EXPORTERS = frozenset({"otlp", "console"})
+_PROTOCOLS = ("grpc", "http/protobuf", "http/json")
+_DEFAULT_METRIC_INTERVAL_MS = 10_000
+_NEEDS_SDK = (
+    "exporting needs the OpenTelemetry SDK and its OTLP exporters: pip install 'lensfast[sdk]' "
+    "(nemo-lens[sdk] has the same packages)"
+)
+TRUNCATED = "nemo.span.truncated"
+
+
+class SeedIndependentIdGenerator:
+    """Trace and span ids from a private source that the OS seeds.
+
+    Trainers seed `random` alike on every rank; ids drawn from it would collide. A forked child draws from a new seed.
+    """
+
+    def __init__(self) -> None:
+        self._random = random.Random()
+        if hasattr(os, "register_at_fork"):
+            reseed = weakref.WeakMethod(self._reseed)
+            os.register_at_fork(after_in_child=lambda: (method := reseed()) and method())
+
+    def _reseed(self) -> None:
+        self._random = random.Random()
+
+    def generate_span_id(self) -> int:
+        """A random 64-bit integer that is not 0."""
+        return self._random.getrandbits(64) or self.generate_span_id()
+
+    def generate_trace_id(self) -> int:
+        """A random 128-bit integer that is not 0."""
+        return self._random.getrandbits(128) or self.generate_trace_id()
+
+    def is_trace_id_random(self) -> bool:
+        """True: W3C Trace Context's random flag may be set."""
+        return True
+
+
+class _ScopedSpanAttributes:
+    """Span processor: gives new spans the attributes of the enclosing span_attributes() blocks."""
+
+    def on_start(self, span: Any, parent_context: Context | None = None) -> None:
+        scoped = _scoped_attributes.get()
+        if scoped:
+            present = span.attributes or {}
+            safe_set_span_attributes(span, {key: value for key, value in scoped.items() if key not in present})
+
+    def _on_ending(self, span: Any) -> None:
+        """Nothing to do."""
+
+    def on_end(self, span: Any) -> None:
+        """Nothing to do."""
+
+    def shutdown(self) -> None:
+        """Nothing to do."""
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return True
+
+
+class _OpenSpanCloser:
+    """Span processor: ends and marks what is still open at shutdown, so that a killed job's outer spans arrive.
+
+    It stands before the batch processor, which then exports what this ends. A forked child forgets the spans that are
+    its parent's.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        if hasattr(os, "register_at_fork"):
+            forget = weakref.WeakMethod(self._forget)
+            os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._open = {}
+
+    def on_start(self, span: Any, parent_context: Context | None = None) -> None:
+        with self._lock:
+            if not self._closed:
+                self._open[span.context.span_id] = span
+
+    def _on_ending(self, span: Any) -> None:
+        """Nothing to do."""
+
+    def on_end(self, span: Any) -> None:
+        with self._lock:
+            self._open.pop(span.context.span_id, None)
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """True: a flush ends nothing."""
+        return True
+
+    def shutdown(self) -> None:
+        """End every open span, innermost first, with the attribute and event `nemo.span.truncated`."""
+        with self._lock:
+            spans = list(self._open.values())
+            self._open = {}
+            self._closed = True
+        for span in reversed(spans):
+            try:
+                span.set_attribute(TRUNCATED, True)
+                span.add_event(TRUNCATED, {f"{TRUNCATED}.reason": "still open at telemetry shutdown"})
+                span.end()
+            except Exception:
+                logger.debug("could not end the open span %r", span, exc_info=True)
+
+
+def build_noop_providers() -> None:
+    """Make the API's no-op tracer and meter providers the global ones.
+
+    OpenTelemetry lets a process set each of them once, so nothing can be exported afterwards; setup_telemetry
+    therefore does not call this when telemetry is off, since the API does nothing by itself.
+    """
+    trace.set_tracer_provider(trace.NoOpTracerProvider())
+    metrics.set_meter_provider(metrics.NoOpMeterProvider())
+
+
+def build_providers(
+    config: NemoLensConfig,
+    rank: int = 0,
+    world_size: int = 1,
+    resource_attributes: Mapping[str, Any] | None = None,
+    span_exporter: Any = None,
+    metric_reader: Any = None,
+) -> bool:
+    """Build the providers that `config` asks for and make them global.
+
+    Everything is built before anything is installed, so that an error leaves the process as it was.
+
+    Args:
+        config: the job's configuration; run_id should be filled in.
+        rank, world_size: this process's place in the job.
+        resource_attributes: added to the resource; they beat what comes from `config`, detected ones beat them.
+        span_exporter, metric_reader: used in place of those that `config.exporter` names.
+
+    Returns:
+        Whether spans or metrics will reach an exporter: False if a no-op provider is in the way.
+
+    Raises:
+        ImportError: the SDK or the OTLP exporters are not installed.
+        ValueError: an unknown exporter, or an environment variable that an exporter can't work with.
+    """
+    try:
+        from opentelemetry.propagate import set_global_textmap
+        from opentelemetry.propagators.composite import CompositePropagator
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+    except ImportError as error:
+        raise ImportError(f"{_NEEDS_SDK} ({error})") from error
+    from opentelemetry.baggage.propagation import W3CBaggagePropagator
+
+    if config.exporter not in _VALID_EXPORTERS and not (span_exporter and not config.metrics_enabled):
+        _reject_exporter(config.exporter)
+    resource = _build_resource(config, rank, world_size, resource_attributes)
+    processors: list[Any] = []
+    if config.traces_enabled:
+        exporter = span_exporter or _build_span_exporter(config)
+        processors = [_ScopedSpanAttributes(), _OpenSpanCloser(), BatchSpanProcessor(exporter)]
+    if config.metrics_enabled and metric_reader is None:
+        metric_reader = PeriodicExportingMetricReader(
+            _build_metric_exporter(config), export_interval_millis=_metric_interval_ms()
+        )
+    logger_provider = _build_logger_provider(config, resource) if config.logs_enabled else None
+
+    exporting = False
+    if config.traces_enabled:
+        sampler: Any = RankAwareSampler(rank, world_size, config.export_sample_rate) if config.sampler_enabled else None
+        ids: Any = SeedIndependentIdGenerator()
+        # The handle shuts down, in bounded time; the SDK's own exit hook may wait for a dead collector.
+        provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False, id_generator=ids)
+        exporting |= _install_tracer_provider(provider, processors)
+    if config.metrics_enabled:
+        meter_provider = MeterProvider([metric_reader], resource=resource, shutdown_on_exit=False)
+        metrics.set_meter_provider(meter_provider)
+        exporting |= metrics.get_meter_provider() is meter_provider
+    if logger_provider is not None:
+        from opentelemetry._logs import set_logger_provider
+
+        set_logger_provider(logger_provider)
+    set_global_textmap(CompositePropagator([TraceContextTextMapPropagator(), W3CBaggagePropagator()]))
+    return exporting
+
+
+def _install_tracer_provider(provider: Any, processors: list[Any]) -> bool:
+    """Make `provider` global or, where another SDK provider already is, export through that one."""
+    present: Any = getattr(trace, "_TRACER_PROVIDER", None)
+    if present is None:
+        trace.set_tracer_provider(provider)
+        present = trace.get_tracer_provider()
+    elif hasattr(present, "add_span_processor"):
+        logger.warning(
+            "a TracerProvider is already installed in this process, and OpenTelemetry allows only one: spans go "
+            "through it, with its resource and sampler, to lensfast's exporter as well"
+        )
+    else:
+        logger.warning(
+            "no span can be exported: %s is already installed as the global tracer provider, and OpenTelemetry does "
+            "not let it be replaced; call setup_telemetry() before it is set",
+            type(present).__name__,
+        )
+        return False
+    for processor in processors:
+        present.add_span_processor(processor)
+    return True
+
+
+def _build_resource(
+    config: NemoLensConfig, rank: int, world_size: int, resource_attributes: Mapping[str, Any] | None
+) -> Any:
+    from opentelemetry.sdk.resources import Resource
+
+    attributes: dict[str, Any] = {
+        "service.name": config.service_name,
+        "service.version": package_info.__version__,
+        "dl.rank": rank,
+        "dl.world_size": world_size,
+    }
+    if config.run_id:
+        # The newer generation has no rank parameter: its callers say it by this attribute.
+        named_rank = (resource_attributes or {}).get("nv.dl.rank", rank)
+        attributes["nemo.run.id"] = config.run_id
+        attributes["service.instance.id"] = f"{config.run_id}-rank{named_rank}"
+    for key, value in (
+        ("nemo.user.id", config.user),
+        ("wandb.entity", config.wandb_entity),
+        ("wandb.project", config.wandb_project),
+        ("deployment.environment", os.environ.get("DEPLOYMENT_ENV") or os.environ.get("ENVIRONMENT")),
+    ):
+        if value:
+            attributes[key] = value
+    return Resource.create({**attributes, **(resource_attributes or {}), **detect_resource()})
+
+
+def _reject_exporter(name: object) -> None:
+    raise ValueError(
+        f"Unknown exporter type {name!r}; allowed: {', '.join(sorted(_VALID_EXPORTERS))} "
+        "(the variable <PREFIX>_EXPORTER or NemoLensConfig.exporter)"
+    )
+
+
+def _compact_jsonl_formatter(item: Any) -> str:
+    """One JSON object on one line."""
+    return f"{item.to_json(indent=None)}\n"
+
+
+def _build_span_exporter(config: NemoLensConfig) -> Any:
+    if config.exporter == "console":
+        from opentelemetry.sdk.trace.export import ConsoleSpanExporter
+
+        return ConsoleSpanExporter(formatter=_compact_jsonl_formatter)
+    if config.exporter != "otlp":
+        _reject_exporter(config.exporter)
+    return _build_otlp("traces", "spans", "trace_exporter", "OTLPSpanExporter")
+
+
+def _build_metric_exporter(config: NemoLensConfig) -> Any:
+    if config.exporter == "console":
+        from opentelemetry.sdk.metrics.export import ConsoleMetricExporter
+
+        return ConsoleMetricExporter(formatter=_compact_jsonl_formatter)
+    if config.exporter != "otlp":
+        _reject_exporter(config.exporter)
+    return _build_otlp("metrics", "metrics", "metric_exporter", "OTLPMetricExporter")
+
+
+def _build_log_exporter(config: NemoLensConfig) -> Any:
+    if config.exporter == "console":
+        export = importlib.import_module("opentelemetry.sdk._logs.export")
+        exporter = getattr(export, "ConsoleLogRecordExporter", None) or export.ConsoleLogExporter
+        return exporter(formatter=_compact_jsonl_formatter)
+    return _build_otlp("logs", "log records", "_log_exporter", "OTLPLogExporter")
+
+
+def _build_logger_provider(config: NemoLensConfig, resource: Any) -> Any:
+    from opentelemetry.sdk._logs import LoggerProvider
+    from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+
+    provider = LoggerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_log_record_processor(BatchLogRecordProcessor(_build_log_exporter(config)))
+    return provider
+
+
+def _resolve_otlp_protocol(signal: str) -> str:
+    """`"grpc"`, `"http/protobuf"` or `"http/json"`, from the standard variables; a wrong value is logged."""
+    for variable in (f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        text = os.environ.get(variable, "")
+        if text:
+            protocol = text.strip().lower()
+            if protocol in _PROTOCOLS:
+                return protocol
+            logger.warning("%s=%r is not one of %s; grpc is used", variable, text, ", ".join(_PROTOCOLS))
+            return "grpc"
+    return "grpc"
+
+
+def _build_otlp(signal: str, what: str, module: str, class_name: str) -> Any:
+    """The OTLP exporter of a signal; where only the other transport's package is installed, that one."""
+    protocol = _resolve_otlp_protocol(signal)
+    transports = ["http", "grpc"] if protocol.startswith("http/") else ["grpc", "http"]
+    missing: ImportError | None = None
+    for transport in transports:
+        try:
+            exporters = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{transport}.{module}")
+        except ImportError as error:
+            missing = missing or error
+            continue
+        if missing is not None:
+            logger.warning("the OTLP exporter for %s is not installed; %s is used", protocol, transport)
+        try:
+            exporter = getattr(exporters, class_name)()
+        except Exception as error:
+            raise ValueError(
+                f"the OTLP {transport} exporter for {what} could not be built: {error}. Check the variables "
+                f"OTEL_EXPORTER_OTLP_[{signal.upper()}_]ENDPOINT (such as http://localhost:4317), _TIMEOUT (seconds), "
+                "_COMPRESSION (none, gzip or deflate), _CERTIFICATE and _CLIENT_KEY (paths)"
+            ) from error
+        return _report_outages(exporter, transport, signal, what)
+    raise ImportError(f"{_NEEDS_SDK} ({missing})") from missing
+
+
+def _metric_interval_ms() -> int:
+    text = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", str(_DEFAULT_METRIC_INTERVAL_MS))
+    try:
+        interval = int(text)
+        if interval <= 0:
+            raise ValueError(text)
+    except ValueError:
+        raise ValueError(
+            f"OTEL_METRIC_EXPORT_INTERVAL must be a positive integer of milliseconds, not {text!r}"
+        ) from None
+    return interval
+
+
+class _ExporterChatter(logging.Filter):
+    """Keeps what an OTLP exporter logs in our own export calls, for the one message that we log instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._here = threading.local()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not getattr(self._here, "listening", False):
+            return True
+        self._here.heard = record.getMessage()
+        return False
+
+    def listen(self, export: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str]:
+        """(result of export, the last thing its exporter logged)."""
+        self._here.listening, self._here.heard = True, ""
+        try:
+            return export(*args, **kwargs), self._here.heard
+        except Exception as error:
+            return error, f"{type(error).__name__}: {error}"
+        finally:
+            self._here.listening = False
+
+
+_chatter = _ExporterChatter()
+
+
+def _report_outages(exporter: Any, transport: str, signal: str, what: str) -> Any:
+    """Make `exporter` log one clear message when a collector stops answering, and one when it answers again."""
+    for name in ("exporter", "trace_exporter", "metric_exporter", "_log_exporter"):
+        # addFilter() of a filter that is already there does nothing.
+        logging.getLogger(f"opentelemetry.exporter.otlp.proto.{transport}.{name}").addFilter(_chatter)
+    original = exporter.export
+    endpoint = getattr(exporter, "_endpoint", None) or "its endpoint"
+    failed_calls = 0
+
+    def export(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal failed_calls
+        result, heard = _chatter.listen(original, batch, *args, **kwargs)
+        if getattr(result, "name", "") != "SUCCESS" and signal == "traces":
+            sendable = _encodable(batch)
+            if len(sendable) < len(batch):
+                logger.warning(
+                    "%d of %d spans can't be encoded as OTLP and are dropped (%s)",
+                    len(batch) - len(sendable), len(batch), heard,
+                )  # fmt: skip
+                result, heard = _chatter.listen(original, sendable) if sendable else (result, heard)
+        if getattr(result, "name", "") == "SUCCESS":
+            if failed_calls:
+                logger.warning("%s reach %s again; %d exports were lost", what, endpoint, failed_calls)
+            failed_calls = 0
+            return result
+        failed_calls += 1
+        if failed_calls == 1:
+            logger.warning(
+                "%s do not reach %s over OTLP %s: %s. They are lost until a collector answers there (this is logged "
+                "once). Endpoint and protocol are set by OTEL_EXPORTER_OTLP_ENDPOINT (such as http://localhost:4317 "
+                "for grpc, http://localhost:4318 for http/protobuf) and OTEL_EXPORTER_OTLP_PROTOCOL (grpc or "
+                "http/protobuf)",
+                what, endpoint, transport, heard or "no reason given",
+            )  # fmt: skip
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    exporter.export = export
+    return exporter
+
+
+def _encodable(spans: Any) -> list[Any]:
+    """Those of `spans` that OTLP can carry; an integer beyond 64 bits, for example, would cost the whole batch."""
+    try:
+        from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+    except ImportError:
+        return list(spans)
+
+    def encodes(batch: Any) -> bool:
+        try:
+            encode_spans(batch)
+        except Exception:
+            return False
+        return True
+
+    return list(spans) if encodes(spans) else [span for span in spans if encodes([span])]

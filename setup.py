@@ -1,0 +1,74 @@
+"""Builds the optional C gate; everything else is in pyproject.toml.
+
+Without a working C compiler the build warns and leaves the extension out: lensfast then runs on its
+pure-Python gate. LENSFAST_REQUIRE_EXTENSION=1 makes that an error; LENSFAST_BUILD_PURE=1 asks for it.
+"""
+
+import os
+import sys
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+TRUE = {"1", "true", "yes", "on"}
+REQUIRED = os.environ.get("LENSFAST_REQUIRE_EXTENSION", "").strip().lower() in TRUE
+PURE = os.environ.get("LENSFAST_BUILD_PURE", "").strip().lower() in TRUE or sys.implementation.name != "cpython"
+
+C_SOURCES = ["csrc/gate.c", "csrc/group.c", "csrc/noop.c", "csrc/traced.c"]
+C_HEADERS = ["csrc/atomics.h", "csrc/callargs.h", "csrc/gate.h", "csrc/group.h", "csrc/noop.h", "csrc/traced.h"]
+
+
+class OptionalBuildExt(build_ext):
+    """Turns a failed compilation into a warning, unless the extension is required."""
+
+    def run(self):
+        try:
+            super().run()
+        except Exception as error:
+            if REQUIRED:
+                raise
+            self._warn(error)
+
+    def build_extension(self, extension):
+        try:
+            super().build_extension(extension)
+        except Exception as error:
+            if REQUIRED:
+                raise
+            self._warn(error)
+
+    def copy_extensions_to_source(self):
+        # An editable install copies what was built; there may be nothing.
+        if all(os.path.exists(self.get_ext_fullpath(e.name)) or self.inplace for e in self.extensions):
+            super().copy_extensions_to_source()
+
+    def _warn(self, error):
+        bar = "*" * 78
+        print(
+            f"{bar}\nWARNING: the C gate of lensfast was not built, so lensfast will run on its pure-Python gate,\n"
+            f"where a disabled span costs about five times as much.\nReason: {error}\n"
+            "Install a C compiler and the Python headers (Debian, Ubuntu: apt install gcc python3-dev) and\n"
+            "install lensfast again; set LENSFAST_REQUIRE_EXTENSION=1 to make this an error.\n"
+            f"{bar}",
+            file=sys.stderr,
+        )
+
+
+def extensions():
+    if PURE:
+        if REQUIRED:
+            sys.exit("LENSFAST_REQUIRE_EXTENSION=1 was set, but this is a pure-Python build")
+        return []
+    from Cython.Build import cythonize
+
+    gate = Extension(
+        "lensfast._gate",
+        ["lensfast/_gate.pyx", *C_SOURCES],
+        include_dirs=["csrc"],
+        depends=C_HEADERS,
+        extra_compile_args=[] if sys.platform == "win32" else ["-std=c11", "-O2", "-fvisibility=hidden"],
+    )
+    return cythonize([gate], build_dir="build/cython")
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": OptionalBuildExt})
