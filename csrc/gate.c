@@ -5,6 +5,7 @@
 #include "noop.h"
 
 static PyObject *enabled_box = NULL; /* a list of one frozenset: replaced and read as one item */
+static PyObject *managed_span_in_full = NULL;
 
 static PyObject *
 enabled_ref(void)
@@ -61,9 +62,9 @@ is_enabled(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t nargs, P
     return on < 0 ? NULL : PyBool_FromLong(on);
 }
 
-/* managed_span(group, name, tracer=None, **attributes); self is the Python function that does it in full. */
+/* managed_span(group, name, tracer=None, **attributes) */
 static PyObject *
-managed_span(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+managed_span(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     if (LF_LIKELY((nargs == 2 || nargs == 3) && PyUnicode_CheckExact(args[0]))) {
         const LfGroup *group = lf_group_find(args[0]);
@@ -73,7 +74,7 @@ managed_span(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *
             }
         }
     }
-    return PyObject_Vectorcall(self, args, (size_t)nargs, kwnames);
+    return PyObject_Vectorcall(managed_span_in_full, args, (size_t)nargs, kwnames);
 }
 
 static PyMethodDef is_enabled_def = {
@@ -96,9 +97,11 @@ lf_gate_is_enabled_function(PyObject *module_name)
 }
 
 PyObject *
-lf_gate_managed_span_function(PyObject *module_name, PyObject *slow)
+lf_gate_managed_span_function(PyObject *module_name, PyObject *in_full)
 {
-    return PyCFunction_NewEx(&managed_span_def, slow, module_name);
+    /* Not the builtin's self: pickle and __qualname__ would take it for the owner of a method. */
+    Py_XSETREF(managed_span_in_full, Py_NewRef(in_full));
+    return PyCFunction_NewEx(&managed_span_def, NULL, module_name);
 }
 
 int

@@ -32,7 +32,7 @@ cdef extern from "gate.h":
     int lf_gate_init() except -1
     int lf_gate_set_enabled(object frozen_set) except -1
     object lf_gate_is_enabled_function(object module_name)
-    object lf_gate_managed_span_function(object module_name, object slow)
+    object lf_gate_managed_span_function(object module_name, object in_full)
 
 
 lf_noop_init()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
 import uuid
@@ -39,6 +40,8 @@ class TelemetryHandle:
         self.is_exporting = is_exporting
         """Whether this process exports. Metrics are worth recording only if it does."""
         self._closed = False
+        self._pid = os.getpid()
+        self._waiting_closers: list[_Closer] = []
 
     @property
     def tracer(self) -> Tracer:
@@ -55,7 +58,8 @@ class TelemetryHandle:
 
         Spans that are still open are ended and marked `nemo.span.truncated`. A second call does nothing. Never raises,
         and returns within about `timeout_ms`, also if the collector does not answer; what could not be delivered by
-        then is logged as lost. Groups stay enabled. Runs by itself at interpreter exit. Thread-safe.
+        then is logged as lost. Groups stay enabled. Runs by itself at interpreter exit. A forked child delivers its
+        spans and log records, but no metrics: they are its parent's, under its parent's name. Thread-safe.
 
         Args:
             timeout_ms: milliseconds for all providers together.
@@ -63,7 +67,9 @@ class TelemetryHandle:
         if self._closed:
             return
         self._closed = True
-        providers = {"spans": trace.get_tracer_provider(), "metrics": metrics.get_meter_provider()}
+        providers: dict[str, Any] = {"spans": trace.get_tracer_provider()}
+        if os.getpid() == self._pid:
+            providers["metrics"] = metrics.get_meter_provider()
         try:
             from opentelemetry._logs import get_logger_provider
 
@@ -71,26 +77,17 @@ class TelemetryHandle:
         except ImportError:
             pass
         deadline = time.monotonic() + timeout_ms / 1000
-        threads = {}
-        for what, provider in providers.items():
-            # In threads of their own: the SDK's flush takes a timeout and may not keep it.
-            thread = threading.Thread(
-                target=_close, args=(what, provider, timeout_ms), name=f"lensfast-shutdown-{what}", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError:
-                _close(what, provider, timeout_ms)  # an interpreter that is finalizing starts no threads
-            else:
-                threads[what] = thread
-        for what, thread in threads.items():
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                logger.warning(
-                    "%s could not be delivered within %d ms and are lost: the collector at "
-                    "OTEL_EXPORTER_OTLP_ENDPOINT does not answer, or needs a longer shutdown(timeout_ms=...)",
-                    what, timeout_ms,
-                )  # fmt: skip
+        waiting = [closer for closer in self._waiting_closers if closer.is_alive()]
+        closers = {what: waiting.pop() if waiting else _Closer() for what in providers}
+        for what, closer in closers.items():
+            closer.close(what, providers[what], timeout_ms)
+        for closer in closers.values():
+            if closer.is_alive():
+                closer.join(max(0.0, deadline - time.monotonic()))
+        if late := [what for what, closer in closers.items() if closer.is_alive()]:
+            from .providers import report_undelivered
+
+            report_undelivered(late, timeout_ms)
 
 
 class _OffHandle(TelemetryHandle):
@@ -100,15 +97,34 @@ class _OffHandle(TelemetryHandle):
         """Nothing to do."""
 
 
-def _close(what: str, provider: Any, timeout_ms: int) -> None:
-    for method, arguments in (("force_flush", {"timeout_millis": timeout_ms}), ("shutdown", {})):
-        function = getattr(provider, method, None)
-        if function is None:
-            continue
-        try:
-            function(**arguments)
-        except Exception:
-            logger.warning("%s of the provider of %s failed", method, what, exc_info=True)
+class _Closer(threading.Thread):
+    """Shuts one provider down in a thread of its own: the SDK's flush takes a timeout and may not keep it."""
+
+    def __init__(self) -> None:
+        super().__init__(name="lensfast-shutdown", daemon=True)
+        self._begin = threading.Event()
+
+    def close(self, what: str, provider: Any, timeout_ms: int) -> None:
+        """Begin. The thread may have been started, and wait for this."""
+        self._job = what, provider, timeout_ms
+        self._begin.set()
+        if not self.is_alive():
+            try:
+                self.start()
+            except RuntimeError:
+                self.run()  # no thread is to be had: better late than lost
+
+    def run(self) -> None:
+        self._begin.wait()
+        what, provider, timeout_ms = self._job
+        for method, arguments in (("force_flush", {"timeout_millis": timeout_ms}), ("shutdown", {})):
+            function = getattr(provider, method, None)
+            if function is None:
+                continue
+            try:
+                function(**arguments)
+            except Exception:
+                logger.warning("%s of the provider of %s failed", method, what, exc_info=True)
 
 
 def ensure_run_id(config: NemoLensConfig, environ: Mapping[str, str] | None = None) -> str:
@@ -192,6 +208,11 @@ def setup_telemetry(
 
 
 def _shut_down_at_exit(handle: TelemetryHandle) -> None:
+    if sys.version_info[:3] in {(3, 12, 0), (3, 12, 1)}:
+        # These two start no thread in atexit functions.
+        handle._waiting_closers = [_Closer(), _Closer(), _Closer()]
+        for closer in handle._waiting_closers:
+            closer.start()
     atexit.register(handle.shutdown)
     if not hasattr(os, "fork"):
         return

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
+import math
 import os
 import random
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from opentelemetry import metrics, trace
 from opentelemetry.context import Context
@@ -181,16 +184,26 @@ def build_providers(
         raise ImportError(f"{_NEEDS_SDK} ({error})") from error
     from opentelemetry.baggage.propagation import W3CBaggagePropagator
 
-    if config.exporter not in _VALID_EXPORTERS and not (span_exporter and not config.metrics_enabled):
+    metrics_wanted = config.metrics_enabled and not _meter_provider_is_taken()
+    signals = {
+        "traces": config.traces_enabled and not span_exporter,
+        "metrics": metrics_wanted and metric_reader is None,
+        "logs": config.logs_enabled,
+    }
+    built_here = [signal for signal, wanted in signals.items() if wanted]
+    if built_here and config.exporter not in _VALID_EXPORTERS:
         _reject_exporter(config.exporter)
+    if config.exporter == "otlp":
+        _check_otlp_variables(built_here)
+    metric_interval_ms = _metric_interval_ms() if signals["metrics"] else 0
     resource = _build_resource(config, rank, world_size, resource_attributes)
     processors: list[Any] = []
     if config.traces_enabled:
         exporter = span_exporter or _build_span_exporter(config)
         processors = [_ScopedSpanAttributes(), _OpenSpanCloser(), BatchSpanProcessor(exporter)]
-    if config.metrics_enabled and metric_reader is None:
+    if signals["metrics"]:
         metric_reader = PeriodicExportingMetricReader(
-            _build_metric_exporter(config), export_interval_millis=_metric_interval_ms()
+            _build_metric_exporter(config), export_interval_millis=metric_interval_ms
         )
     logger_provider = _build_logger_provider(config, resource) if config.logs_enabled else None
 
@@ -201,10 +214,9 @@ def build_providers(
         # The handle shuts down, in bounded time; the SDK's own exit hook may wait for a dead collector.
         provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False, id_generator=ids)
         exporting |= _install_tracer_provider(provider, processors)
-    if config.metrics_enabled:
-        meter_provider = MeterProvider([metric_reader], resource=resource, shutdown_on_exit=False)
-        metrics.set_meter_provider(meter_provider)
-        exporting |= metrics.get_meter_provider() is meter_provider
+    if metrics_wanted:
+        metrics.set_meter_provider(MeterProvider([metric_reader], resource=resource, shutdown_on_exit=False))
+        exporting = True
     if logger_provider is not None:
         from opentelemetry._logs import set_logger_provider
 
@@ -234,6 +246,17 @@ def _install_tracer_provider(provider: Any, processors: list[Any]) -> bool:
     for processor in processors:
         present.add_span_processor(processor)
     return True
+
+
+def _meter_provider_is_taken() -> bool:
+    present: Any = getattr(importlib.import_module("opentelemetry.metrics._internal"), "_METER_PROVIDER", None)
+    if present is not None:
+        logger.warning(
+            "lensfast exports no metrics: %s is already installed as the global meter provider, and OpenTelemetry "
+            "allows only one; metrics go where it sends them",
+            type(present).__name__,
+        )
+    return present is not None
 
 
 def _build_resource(
@@ -312,17 +335,52 @@ def _build_logger_provider(config: NemoLensConfig, resource: Any) -> Any:
     return provider
 
 
+def _otlp_variable(signal: str, setting: str) -> tuple[str, str]:
+    """(name, value) of the standard variable that holds for a signal; `("", "")` if none is set."""
+    for name in (f"OTEL_EXPORTER_OTLP_{signal.upper()}_{setting}", f"OTEL_EXPORTER_OTLP_{setting}"):
+        if text := os.environ.get(name, "").strip():
+            return name, text
+    return "", ""
+
+
 def _resolve_otlp_protocol(signal: str) -> str:
-    """`"grpc"`, `"http/protobuf"` or `"http/json"`, from the standard variables; a wrong value is logged."""
-    for variable in (f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
-        text = os.environ.get(variable, "")
-        if text:
-            protocol = text.strip().lower()
-            if protocol in _PROTOCOLS:
-                return protocol
-            logger.warning("%s=%r is not one of %s; grpc is used", variable, text, ", ".join(_PROTOCOLS))
-            return "grpc"
-    return "grpc"
+    """`"grpc"`, `"http/protobuf"` or `"http/json"`, from the standard variables; grpc in place of anything else."""
+    protocol = _otlp_variable(signal, "PROTOCOL")[1].lower()
+    return protocol if protocol in _PROTOCOLS else "grpc"
+
+
+def _check_otlp_variables(signals: list[str]) -> None:
+    """Say once what is wrong with the variables of OTLP: the exporters say it once each, unclearly, or when they send.
+
+    Raises:
+        ValueError: a value can't be used.
+    """
+    logged = set()
+    for signal in signals:
+        name, text = _otlp_variable(signal, "PROTOCOL")
+        if name and text.lower() not in _PROTOCOLS and name not in logged:
+            logger.warning("%s=%r is not one of %s; grpc is used", name, text, ", ".join(_PROTOCOLS))
+            logged.add(name)
+        over_http = _resolve_otlp_protocol(signal).startswith("http/")
+        name, text = _otlp_variable(signal, "TIMEOUT")
+        if name and not _is_positive_number(text):
+            raise ValueError(f"{name} must be a positive number of seconds, not {text!r}")
+        name, text = _otlp_variable(signal, "COMPRESSION")
+        allowed = ("none", "gzip", "deflate") if over_http else ("none", "gzip")
+        if name and text.lower() not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {text!r}")
+        if not (_otlp_variable(signal, "ENDPOINT")[1] or "http://").startswith("http://"):
+            for setting in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"):
+                name, text = _otlp_variable(signal, setting)
+                if name and not os.path.exists(text):
+                    raise ValueError(f"{name} must be the path of a PEM file; there is no {text!r}")
+
+
+def _is_positive_number(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
 
 
 def _build_otlp(signal: str, what: str, module: str, class_name: str) -> Any:
@@ -338,13 +396,16 @@ def _build_otlp(signal: str, what: str, module: str, class_name: str) -> Any:
             continue
         if missing is not None:
             logger.warning("the OTLP exporter for %s is not installed; %s is used", protocol, transport)
+        options = {}
+        if transport == "grpc" and _otlp_variable(signal, "COMPRESSION")[1].lower() == "none":
+            # A standard value, which this exporter does not know.
+            options["compression"] = importlib.import_module("grpc").Compression.NoCompression
         try:
-            exporter = getattr(exporters, class_name)()
+            exporter = getattr(exporters, class_name)(**options)
         except Exception as error:
             raise ValueError(
                 f"the OTLP {transport} exporter for {what} could not be built: {error}. Check the variables "
-                f"OTEL_EXPORTER_OTLP_[{signal.upper()}_]ENDPOINT (such as http://localhost:4317), _TIMEOUT (seconds), "
-                "_COMPRESSION (none, gzip or deflate), _CERTIFICATE and _CLIENT_KEY (paths)"
+                f"OTEL_EXPORTER_OTLP_[{signal.upper()}_]..., such as ENDPOINT (http://localhost:4317) and HEADERS"
             ) from error
         return _report_outages(exporter, transport, signal, what)
     raise ImportError(f"{_NEEDS_SDK} ({missing})") from missing
@@ -373,63 +434,105 @@ class _ExporterChatter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if not getattr(self._here, "listening", False):
             return True
-        self._here.heard = record.getMessage()
+        # The longest is the one with the reason.
+        self._here.heard = max(self._here.heard, record.getMessage(), key=len)
         return False
 
     def listen(self, export: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str]:
-        """(result of export, the last thing its exporter logged)."""
+        """(result of export, why it failed); the result is None if it raised."""
         self._here.listening, self._here.heard = True, ""
         try:
-            return export(*args, **kwargs), self._here.heard
+            result = export(*args, **kwargs)
         except Exception as error:
-            return error, f"{type(error).__name__}: {error}"
+            return None, f"{type(error).__name__}: {error}"
+        else:
+            return result, self._here.heard.rstrip(".") or "no reason given"
         finally:
             self._here.listening = False
 
 
 _chatter = _ExporterChatter()
+# collector -> what does not reach it -> how many exports were lost. Kept in a forked child, which need not repeat it.
+_outages: dict[str, dict[str, int]] = {}
+_collectors: dict[str, str] = {}  # what -> its collector
 
 
 def _report_outages(exporter: Any, transport: str, signal: str, what: str) -> Any:
     """Make `exporter` log one clear message when a collector stops answering, and one when it answers again."""
     for name in ("exporter", "trace_exporter", "metric_exporter", "_log_exporter"):
-        # addFilter() of a filter that is already there does nothing.
-        logging.getLogger(f"opentelemetry.exporter.otlp.proto.{transport}.{name}").addFilter(_chatter)
+        module_logger = logging.getLogger(f"opentelemetry.exporter.otlp.proto.{transport}.{name}")
+        if _chatter not in module_logger.filters:
+            # First, before the SDK's own filter drops what it takes for a repetition.
+            module_logger.filters.insert(0, _chatter)
     original = exporter.export
     endpoint = getattr(exporter, "_endpoint", None) or "its endpoint"
-    failed_calls = 0
+    collector = _collectors[what] = urlsplit(endpoint).netloc or endpoint
+    _reconnect_after_fork(exporter)
 
     def export(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal failed_calls
-        result, heard = _chatter.listen(original, batch, *args, **kwargs)
+        result, reason = _chatter.listen(original, batch, *args, **kwargs)
         if getattr(result, "name", "") != "SUCCESS" and signal == "traces":
             sendable = _encodable(batch)
             if len(sendable) < len(batch):
                 logger.warning(
-                    "%d of %d spans can't be encoded as OTLP and are dropped (%s)",
-                    len(batch) - len(sendable), len(batch), heard,
+                    "%d of %d spans can't be encoded as OTLP and are dropped, such as %r (%s)",
+                    len(batch) - len(sendable), len(batch),
+                    next(span.name for span in batch if span not in sendable), reason,
                 )  # fmt: skip
-                result, heard = _chatter.listen(original, sendable) if sendable else (result, heard)
+                if not sendable:
+                    return result
+                result, reason = _chatter.listen(original, sendable)
         if getattr(result, "name", "") == "SUCCESS":
-            if failed_calls:
-                logger.warning("%s reach %s again; %d exports were lost", what, endpoint, failed_calls)
-            failed_calls = 0
+            if what in _outages.get(collector, ()) and (outage := _outages.pop(collector, None)):
+                logger.warning("%s reach %s again; %d exports were lost", what, endpoint, sum(outage.values()))
             return result
-        failed_calls += 1
-        if failed_calls == 1:
+        outage = {what: 0}
+        # One outage is one message, whichever exporter meets it first; setdefault() is atomic.
+        if _outages.setdefault(collector, outage) is outage:
             logger.warning(
                 "%s do not reach %s over OTLP %s: %s. They are lost until a collector answers there (this is logged "
                 "once). Endpoint and protocol are set by OTEL_EXPORTER_OTLP_ENDPOINT (such as http://localhost:4317 "
                 "for grpc, http://localhost:4318 for http/protobuf) and OTEL_EXPORTER_OTLP_PROTOCOL (grpc or "
                 "http/protobuf)",
-                what, endpoint, transport, heard or "no reason given",
+                what, endpoint, transport, reason,
             )  # fmt: skip
-        if isinstance(result, Exception):
-            raise result
+        outage = _outages.get(collector, outage)
+        outage[what] = outage.get(what, 0) + 1
         return result
 
     exporter.export = export
     return exporter
+
+
+def report_undelivered(whats: list[str], timeout_ms: int) -> None:
+    """Log what did not leave within the time for shutdown, unless that collector's outage has been logged."""
+    untold = [what for what in whats if _collectors.get(what) not in _outages]
+    collectors = sorted({_collectors[what] for what in untold if what in _collectors})
+    _outages.update({collector: {} for collector in collectors})
+    if untold:
+        logger.warning(
+            "%s could not be delivered within %d ms and are lost: the collector at OTEL_EXPORTER_OTLP_ENDPOINT (%s) "
+            "does not answer, or needs a longer shutdown(timeout_ms=...)",
+            " and ".join(untold), timeout_ms, ", ".join(collectors) or "or another exporter",
+        )  # fmt: skip
+
+
+def _reconnect_after_fork(exporter: Any) -> None:
+    """A forked child that wrote into its parent's HTTP connections would garble both processes' requests."""
+    client = getattr(exporter, "_client", None)
+    session = getattr(exporter, "_session", None) or getattr(getattr(client, "_transport", None), "_session", None)
+    if session is None or not hasattr(os, "register_at_fork"):
+        return
+    inherited = []
+    this_session = weakref.ref(session)
+
+    def reconnect() -> None:
+        adapters = getattr(this_session(), "adapters", {})
+        for prefix, adapter in list(adapters.items()):
+            adapters[prefix] = copy.copy(adapter)  # has its settings, not its connections
+            inherited.append(adapter)  # closing them takes locks that the parent may have held
+
+    os.register_at_fork(after_in_child=reconnect)
 
 
 def _encodable(spans: Any) -> list[Any]:

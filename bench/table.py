@@ -1,0 +1,62 @@
+"""Prints the ratios that pytest-benchmark recorded, with their targets; exit status 1 if one is missed.
+
+Usage: python bench/table.py RESULTS.json [--slack FRACTION]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def rows(results: dict[str, Any]) -> list[dict[str, Any]]:
+    return [benchmark["extra_info"] for benchmark in results["benchmarks"] if benchmark.get("extra_info")]
+
+
+def duration(nanoseconds: float) -> str:
+    for unit, size in (("ms", 1e6), ("us", 1e3)):
+        if nanoseconds >= size:
+            return f"{nanoseconds / size:.2f} {unit}"
+    return f"{nanoseconds:.1f} ns"
+
+
+def verdict(row: dict[str, Any], slack: float) -> str:
+    if not row["at_least"]:
+        return ""
+    return "ok" if row["ratio"] >= row["at_least"] * (1 - slack) else "MISSED"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--slack", type=float, default=0.0, help="fraction of a target that noise may take away")
+    arguments = parser.parse_args()
+    results = json.loads(arguments.results.read_text())
+    machine = results["machine_info"]
+    print(f"CPython {machine['python_version']}, {machine['cpu'].get('brand_raw', machine['processor'])}")
+    print("ratio = reference / site; best of many rounds in one process, interleaved, loop subtracted\n")
+    header = ["site", "backend", "site", "reference", "ratio", "target", ""]
+    table = [header, ["-" * len(title) for title in header]]
+    for row in rows(results):
+        table.append(
+            [
+                row["row"],
+                row["backend"],
+                duration(row["site_ns"]),
+                duration(row["reference_ns"]),
+                f"{row['ratio']:.2f}",
+                f">= {row['at_least']:.2f}" if row["at_least"] else "",
+                verdict(row, arguments.slack),
+            ]
+        )
+    widths = [max(len(line[i]) for line in table) for i in range(len(header))]
+    for line in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    return 1 if any(line[-1] == "MISSED" for line in table) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
