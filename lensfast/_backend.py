@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from typing import TYPE_CHECKING
@@ -21,7 +22,8 @@ elif os.environ.get("LENSFAST_PURE_PYTHON", "").strip().lower() in TRUE_WORDS:
     backend, backend_reason = "python", "LENSFAST_PURE_PYTHON is set"
 else:
     try:
-        from . import _gate as gate
+        # `from . import _gate` would raise the same ImportError for a missing module as for a broken one.
+        gate = importlib.import_module(f"{__package__}._gate")
     except ModuleNotFoundError:
         from . import _gate_py as gate
 
