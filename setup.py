@@ -6,6 +6,7 @@ pure-Python gate. LENSFAST_REQUIRE_EXTENSION=1 makes that an error; LENSFAST_BUI
 
 import os
 import sys
+import warnings
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -43,14 +44,13 @@ class OptionalBuildExt(build_ext):
             super().copy_extensions_to_source()
 
     def _warn(self, error):
-        bar = "*" * 78
-        print(
-            f"{bar}\nWARNING: the C gate of lensfast was not built, so lensfast will run on its pure-Python gate,\n"
-            f"where a disabled span costs about five times as much.\nReason: {error}\n"
-            "Install a C compiler and the Python headers (Debian, Ubuntu: apt install gcc python3-dev) and\n"
-            "install lensfast again; set LENSFAST_REQUIRE_EXTENSION=1 to make this an error.\n"
-            f"{bar}",
-            file=sys.stderr,
+        # A Python warning, since newer pips show those of a build even where they hide its output.
+        warnings.warn(
+            "the C gate of lensfast was not built, so lensfast will run on its pure-Python gate, where a disabled "
+            "span costs about five times as much. Install a C compiler and the Python headers (Debian, Ubuntu: "
+            "apt install gcc python3-dev) and install lensfast again; LENSFAST_REQUIRE_EXTENSION=1 makes this an "
+            f"error. The reason: {error}",
+            stacklevel=2,
         )
 
 

@@ -95,7 +95,7 @@ def _positive(text: str) -> int:
 
 
 def _info() -> Iterator[tuple[str, str]]:
-    yield "lensfast", __version__
+    yield "version", __version__
     yield "backend", backend
     yield "backend reason", backend_reason
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
@@ -165,10 +165,13 @@ def _demo(options: demo.Options, span_groups: str, exporter: str) -> int:
     print(f"loss {losses.steps[0]:.3f} -> {losses.steps[-1]:.3f}, {losses.evaluation:.3f} in evaluation", file=out)
     print(_outcome(exporter, len(spans), all_delivered=warnings.count == 0), file=out)
     if spans:
-        _print_tree(out, _tree(spans))
+        tree = _tree(spans)
+        _print_tree(out, tree)
+        _print_groups(out, span_groups, enabled, tree)
+    elif enabled:
+        print("(the environment asks for a sampler that drops them all)", file=out)
     else:
-        print("(no group is enabled, or the environment asks for a sampler that drops them)", file=out)
-    _print_groups(out, span_groups, enabled, _tree(spans))
+        print(f"(span groups {span_groups!r} enable nothing)", file=out)
     _print_costs(out, options)
     return 0 if warnings.count == 0 else 1
 
@@ -181,7 +184,7 @@ def _outcome(exporter: str, count: int, all_delivered: bool) -> str:
     endpoint = endpoint or ("http://localhost:4317" if protocol == "grpc" else "http://localhost:4318")
     done = {
         "memory": "recorded in memory",
-        "console": "printed to stdout, one JSON object a line",
+        "console": "printed to stdout",
         "otlp": f"delivered to {endpoint} over OTLP {protocol}",
     }[exporter]
     if all_delivered:
@@ -244,7 +247,9 @@ def _print_groups(out: TextIO, spec: str, enabled: frozenset[str], tree: _Node) 
 
 
 def _time(nanoseconds: float) -> str:
-    """Three significant digits and a unit, in ASCII."""
+    """Three significant digits and a unit, in ASCII; whole seconds from 1000 s on."""
+    if nanoseconds >= 999.5e9:
+        return f"{nanoseconds / 1e9:,.0f} s"
     for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
         if nanoseconds >= 0.9995 * size:
             return f"{nanoseconds / size:#.3g}".rstrip(".") + f" {unit}"
@@ -255,7 +260,7 @@ def _time(nanoseconds: float) -> str:
 _SITES = {
     "managed_span": ("managed_span(g, name)", "with managed_span('layer', 'megatron.layer.mlp'): pass", "pass"),
     "managed_span_dict": (
-        "managed_span(g, name, **{key: n})",
+        "managed_span(g, name, **{k: n})",
         "with managed_span('layer', 'megatron.layer.forward', **{'megatron.layer_number': n}): pass",
         "pass",
     ),
@@ -342,7 +347,7 @@ def _rich_console(out: TextIO) -> Any:
     except ImportError:
         return None
     console = Console(file=out, highlight=False)
-    console.width = max(console.width, 80)  # in a narrower terminal, wrapped lines rather than cut ones
+    console.width = max(console.width, 120)  # in a narrower terminal, wrapped lines rather than cut ones
     return console
 
 

@@ -59,7 +59,7 @@ class TelemetryHandle:
         Spans that are still open are ended and marked `nemo.span.truncated`. A second call does nothing. Never raises,
         and returns within about `timeout_ms`, also if the collector does not answer; what could not be delivered by
         then is logged as lost. Groups stay enabled. Runs by itself at interpreter exit. A forked child delivers its
-        spans and log records, but no metrics: they are its parent's, under its parent's name. Thread-safe.
+        spans and log records, but no metrics: those are its parent's, counted again. Thread-safe.
 
         Args:
             timeout_ms: milliseconds for all providers together.

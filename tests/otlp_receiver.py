@@ -1,15 +1,24 @@
-"""An OTLP collector for tests: takes gRPC and HTTP/protobuf on 127.0.0.1 and keeps what arrives, decoded."""
+"""An OTLP collector for tests: takes gRPC and HTTP/protobuf on 127.0.0.1 and keeps what arrives, decoded.
+
+Also the way to start a process that sends to it, as a user would.
+"""
 
 from __future__ import annotations
 
 import gzip
+import os
+import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.logs.v1 import logs_service_pb2, logs_service_pb2_grpc
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
@@ -20,6 +29,28 @@ PATHS = {
     "/v1/metrics": (metrics_service_pb2.ExportMetricsServiceRequest, metrics_service_pb2.ExportMetricsServiceResponse),
     "/v1/logs": (logs_service_pb2.ExportLogsServiceRequest, logs_service_pb2.ExportLogsServiceResponse),
 }
+
+PROTOCOLS = ("grpc", "http/protobuf")
+
+
+def run_script(script: Path, backend: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`python script arguments` with `variables` as its environment, on one backend."""
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "LENSFAST_PURE_PYTHON": "1" if backend == "python" else "0",
+        **variables,
+    }
+    command = [sys.executable, str(script), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port: int = unused.getsockname()[1]
+        return port
 
 
 @dataclass
@@ -47,6 +78,10 @@ class Receiver:
 
     def __init__(self, grpc_port: int = 0, http_port: int = 0) -> None:
         self.requests: dict[str, list[Any]] = {path: [] for path in PATHS}
+        self.http_status = 200
+        """What HTTP requests are answered; they are kept only if it is 200."""
+        self.bad_requests: list[str] = []
+        """Why an HTTP request could not be read, for each such."""
         self._grpc = grpc.server(ThreadPoolExecutor(4))
         for module, service, path in (
             (trace_service_pb2_grpc, "TraceService", "/v1/traces"),
@@ -110,6 +145,16 @@ class Receiver:
                             )
         return points
 
+    def log_bodies(self) -> list[tuple[str, Any]]:
+        """(scope, body) of all log records, in the order of arrival."""
+        return [
+            (scope_logs.scope.name, _value(record.body))
+            for request in self.requests["/v1/logs"]
+            for resource_logs in request.resource_logs
+            for scope_logs in resource_logs.scope_logs
+            for record in scope_logs.log_records
+        ]
+
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -119,11 +164,17 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
         answer = b""
-        if self.path in PATHS:
+        receiver: Receiver = self.server.receiver  # type: ignore[attr-defined]
+        status = receiver.http_status if self.path in PATHS else 404
+        if status == 200:
             request_type, response_type = PATHS[self.path]
-            self.server.receiver.requests[self.path].append(request_type.FromString(body))  # type: ignore[attr-defined]
+            try:
+                receiver.requests[self.path].append(request_type.FromString(body))
+            except DecodeError as error:
+                receiver.bad_requests.append(f"{self.path}: {error}")
+                status = 400
             answer = response_type().SerializeToString()
-        self.send_response(200 if self.path in PATHS else 404)
+        self.send_response(status)
         self.send_header("Content-Type", "application/x-protobuf")
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()

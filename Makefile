@@ -1,0 +1,84 @@
+# make demo    install into .venv and run the demo
+# make test    install into .venv and run the tests
+# make bench   the measured table (with Python 3.13: against nemo-lens)
+# make lint, make types, make instructions, make sanitize: what CI runs as well
+
+PYTHON ?= python3
+VENV ?= .venv
+BENCH_PYTHON ?= $(or $(shell command -v python3.13),$(lastword $(wildcard $(HOME)/.pyenv/versions/3.13*/bin/python)),$(PYTHON))
+BENCH_VENV ?= .venv-bench
+BENCH_OPTIONS ?=
+DEMO_OPTIONS ?=
+
+SOURCES := pyproject.toml setup.py lensfast/_gate.pyx $(wildcard csrc/*)
+PIP := -m pip --disable-pip-version-check --quiet
+
+.PHONY: demo test bench instructions lint types sanitize clean
+
+demo: $(VENV)/.demo
+	$(VENV)/bin/python -m lensfast demo $(DEMO_OPTIONS)
+
+test: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest $(TEST_OPTIONS)
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.dev
+	$(VENV)/bin/mypy
+
+bench: $(BENCH_VENV)/.bench
+	$(BENCH_VENV)/bin/python -m pytest bench -q --benchmark-disable-gc --benchmark-columns=min,median,rounds \
+	    --benchmark-json=$(BENCH_VENV)/bench.json > $(BENCH_VENV)/bench.log || (cat $(BENCH_VENV)/bench.log; exit 1)
+	$(BENCH_VENV)/bin/python bench/table.py $(BENCH_VENV)/bench.json $(BENCH_OPTIONS)
+
+# Instructions per disabled site against bench/instructions.json; needs valgrind.
+instructions: $(VENV)/.dev
+	$(VENV)/bin/python bench/instructions.py
+
+# The gate's tests under AddressSanitizer and UndefinedBehaviorSanitizer, from a build of its own; needs gcc.
+sanitize: $(VENV)/.dev
+	rm -rf build/sanitize && mkdir -p build/sanitize
+	git ls-files | tar -c -T - | tar -x -C build/sanitize
+	cd build/sanitize && CFLAGS="-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer" \
+	    LENSFAST_REQUIRE_EXTENSION=1 $(CURDIR)/$(VENV)/bin/python setup.py --quiet build_ext --inplace
+	cd build/sanitize && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	    PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 LENSFAST_REQUIRE_EXTENSION=1 PYTHONSAFEPATH= \
+	    $(CURDIR)/$(VENV)/bin/python -m pytest -p no:cacheprovider -q \
+	    tests/test_gate.py tests/test_spans.py tests/test_trace_fn.py tests/test_groups.py
+
+$(VENV)/.demo: $(SOURCES)
+	@$(call check,$(PYTHON))
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing lensfast into $(VENV) ..."
+	@$(VENV)/bin/python $(PIP) install --upgrade "pip>=25.1"
+	@PYTHONWARNINGS="ignore:Editable installation" $(VENV)/bin/python $(PIP) install --editable ".[sdk,rich]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@$(VENV)/bin/python $(PIP) install --group dev
+	@touch $@
+
+$(BENCH_VENV)/.bench: $(SOURCES)
+	@$(MAKE) --no-print-directory VENV=$(BENCH_VENV) PYTHON=$(BENCH_PYTHON) $(BENCH_VENV)/.dev
+	@$(BENCH_VENV)/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 13))' \
+	    && $(BENCH_VENV)/bin/python $(PIP) install nemo-lens==0.1.0 \
+	    || echo "nemo-lens needs Python 3.13: rows against it are left out (set BENCH_PYTHON)"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(BENCH_VENV) build dist *.egg-info lensfast/*.so
+
+# Says what is missing on a bare machine, before pip does in its own words.
+define check
+command -v $(1) > /dev/null || { echo "Python is not installed (Debian, Ubuntu: apt install python3 python3-venv)"; exit 1; }; \
+$(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+    echo "lensfast needs Python 3.11 or newer; $(1) is $$($(1) --version). Choose another: make PYTHON=python3.12 ..."; exit 1; }; \
+$(1) -c 'import venv, ensurepip' 2> /dev/null || { \
+    echo "the venv module of $(1) is not complete (Debian, Ubuntu: apt install python3-venv)"; exit 1; }; \
+$(1) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' \
+    && command -v $${CC:-cc} > /dev/null || \
+    echo "note: no C compiler or no Python headers here, so lensfast is installed with its slower pure-Python gate." \
+         "For the C gate: apt install gcc python3-dev (Debian, Ubuntu), then make clean"
+endef
