@@ -1,9 +1,10 @@
 """The compiled gate: the interface of lensfast._gate_py."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, final
 
-from opentelemetry.trace import SpanKind, Tracer
+from opentelemetry.trace import Span, SpanKind, Tracer
 
 @final
 class NoopSpan:
@@ -20,7 +21,7 @@ class GroupHandle:
     def __bool__(self) -> bool: ...
     def span(
         self, name: str, tracer: Tracer | None = None, *, span_kind: SpanKind | None = None, **attributes: Any
-    ) -> Any: ...
+    ) -> AbstractContextManager[Span | None]: ...
 
 @final
 class TracedFunction:

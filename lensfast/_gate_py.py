@@ -6,8 +6,12 @@ import inspect
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import MethodType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 _lock = threading.Lock()
 _enabled: frozenset[Any] = frozenset()
@@ -92,9 +96,9 @@ class GroupHandle:
     def __bool__(self) -> bool:
         return self._name in _enabled
 
-    def span(self, /, *args: Any, **kwargs: Any) -> Any:
+    def span(self, /, *args: Any, **kwargs: Any) -> AbstractContextManager[Span | None]:
         """A context manager for one span of this group: yields the span, or None while the group is disabled."""
-        return _group_span(self, *args, **kwargs)
+        return _group_span(self, *args, **kwargs)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"<span group {self._name!r}: {'enabled' if self else 'disabled'}>"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -125,7 +125,7 @@ def _group_span(
 
 _managed_span.__name__ = _managed_span.__qualname__ = "managed_span"
 _group_span.__name__ = _group_span.__qualname__ = "span"
-managed_span = gate.install(_managed_span, _group_span)
+managed_span: Callable[..., AbstractContextManager[Span | None]] = gate.install(_managed_span, _group_span)
 
 
 def trace_fn(group: str, name: str, tracer: Tracer | None = None) -> Callable[[_Function], _Function]:

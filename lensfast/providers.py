@@ -490,7 +490,7 @@ def _report_outages(exporter: Any, transport: str, signal: str, what: str) -> An
         # One outage is one message, whichever exporter meets it first; setdefault() is atomic.
         if _outages.setdefault(collector, outage) is outage:
             logger.warning(
-                "%s do not reach %s over OTLP %s: %s. They are lost until a collector answers there (this is logged "
+                "%s do not reach %s over OTLP %s: %s. What is sent there is lost until it answers (this is logged "
                 "once). Endpoint and protocol are set by OTEL_EXPORTER_OTLP_ENDPOINT (such as http://localhost:4317 "
                 "for grpc, http://localhost:4318 for http/protobuf) and OTEL_EXPORTER_OTLP_PROTOCOL (grpc or "
                 "http/protobuf)",

@@ -95,7 +95,19 @@ def public_names(module):
 
 
 # Imports, which the two gates have for themselves.
-HELPERS = {"annotations", "threading", "inspect", "os", "Any", "Callable", "MethodType", "NoReturn", "Lock"}
+HELPERS = {
+    "TYPE_CHECKING",
+    "AbstractContextManager",
+    "annotations",
+    "threading",
+    "inspect",
+    "os",
+    "Any",
+    "Callable",
+    "MethodType",
+    "NoReturn",
+    "Lock",
+}
 
 
 def test_both_gates_and_the_stub_have_one_interface():
