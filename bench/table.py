@@ -1,6 +1,6 @@
 """Prints the ratios that pytest-benchmark recorded, with their targets; exit status 1 if one is missed.
 
-Usage: python bench/table.py RESULTS.json [--slack FRACTION]
+Usage: python bench/table.py RESULTS.json [--slack FRACTION] [--markdown]
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("--slack", type=float, default=0.0, help="fraction of a target that noise may take away")
+    parser.add_argument("--markdown", action="store_true", help="the table as the README has it")
     arguments = parser.parse_args()
     results = json.loads(arguments.results.read_text())
     machine = results["machine_info"]
@@ -52,6 +53,10 @@ def main() -> int:
                 verdict(row, arguments.slack),
             ]
         )
+    if arguments.markdown:
+        table[1] = ["---", "---", "---:", "---:", "---:", "---:", "---"]
+        print("\n".join(f"| {' | '.join(line[:-1])} |" for line in table))
+        return 0
     widths = [max(len(line[i]) for line in table) for i in range(len(header))]
     for line in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

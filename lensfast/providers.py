@@ -196,6 +196,7 @@ def build_providers(
     if config.exporter == "otlp":
         _check_otlp_variables(built_here)
     metric_interval_ms = _metric_interval_ms() if signals["metrics"] else 0
+    _collectors.clear()  # those of an earlier set-up
     resource = _build_resource(config, rank, world_size, resource_attributes)
     processors: list[Any] = []
     if config.traces_enabled:
@@ -430,12 +431,18 @@ class _ExporterChatter(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._here = threading.local()
+        self._unencodable: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not getattr(self._here, "listening", False):
             return True
-        # The longest is the one with the reason.
-        self._here.heard = max(self._here.heard, record.getMessage(), key=len)
+        message = record.getMessage()
+        if record.name != _ENCODER_LOGGER:
+            # The longest is the one with the reason.
+            self._here.heard = max(self._here.heard, message, key=len)
+        elif (key := message.split(":")[0]) not in self._unencodable:
+            self._unencodable.add(key)
+            logger.warning("%s; it is left out, wherever OTLP can't carry it (this is logged once)", message)
         return False
 
     def listen(self, export: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str]:
@@ -451,6 +458,7 @@ class _ExporterChatter(logging.Filter):
             self._here.listening = False
 
 
+_ENCODER_LOGGER = "opentelemetry.exporter.otlp.proto.common._internal"
 _chatter = _ExporterChatter()
 # collector -> what does not reach it -> how many exports were lost. Kept in a forked child, which need not repeat it.
 _outages: dict[str, dict[str, int]] = {}
@@ -459,8 +467,9 @@ _collectors: dict[str, str] = {}  # what -> its collector
 
 def _report_outages(exporter: Any, transport: str, signal: str, what: str) -> Any:
     """Make `exporter` log one clear message when a collector stops answering, and one when it answers again."""
-    for name in ("exporter", "trace_exporter", "metric_exporter", "_log_exporter"):
-        module_logger = logging.getLogger(f"opentelemetry.exporter.otlp.proto.{transport}.{name}")
+    modules = ("exporter", "trace_exporter", "metric_exporter", "_log_exporter")
+    for name in (_ENCODER_LOGGER, *(f"opentelemetry.exporter.otlp.proto.{transport}.{module}" for module in modules)):
+        module_logger = logging.getLogger(name)
         if _chatter not in module_logger.filters:
             # First, before the SDK's own filter drops what it takes for a repetition.
             module_logger.filters.insert(0, _chatter)
@@ -472,7 +481,7 @@ def _report_outages(exporter: Any, transport: str, signal: str, what: str) -> An
     def export(batch: Any, *args: Any, **kwargs: Any) -> Any:
         result, reason = _chatter.listen(original, batch, *args, **kwargs)
         if getattr(result, "name", "") != "SUCCESS" and signal == "traces":
-            sendable = _encodable(batch)
+            sendable = _chatter.listen(_encodable, batch)[0]
             if len(sendable) < len(batch):
                 logger.warning(
                     "%d of %d spans can't be encoded as OTLP and are dropped, such as %r (%s)",
@@ -536,7 +545,7 @@ def _reconnect_after_fork(exporter: Any) -> None:
 
 
 def _encodable(spans: Any) -> list[Any]:
-    """Those of `spans` that OTLP can carry; an integer beyond 64 bits, for example, would cost the whole batch."""
+    """Those of `spans` that OTLP can carry; a name with a lone surrogate, for example, would cost the whole batch."""
     try:
         from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
     except ImportError:

@@ -5,6 +5,7 @@ Also the way to start a process that sends to it, as a user would.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
 import socket
@@ -92,9 +93,8 @@ class Receiver:
             servicer.Export = self._taker(path)
             getattr(module, f"add_{service}Servicer_to_server")(servicer, self._grpc)
         self.grpc_port = self._grpc.add_insecure_port(f"127.0.0.1:{grpc_port}")
-        self._http = ThreadingHTTPServer(("127.0.0.1", http_port), _Handler)
-        self._http.daemon_threads = True
-        self._http.receiver = self  # type: ignore[attr-defined]
+        self._http = _HTTPServer(("127.0.0.1", http_port), _Handler)
+        self._http.receiver = self
         self.http_port = self._http.server_address[1]
         self._http_thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02})
 
@@ -114,6 +114,7 @@ class Receiver:
         self._grpc.stop(None).wait()
         self._http.shutdown()
         self._http_thread.join()
+        self._http.close_connections()
         self._http.server_close()
 
     def endpoint(self, protocol: str) -> str:
@@ -154,6 +155,26 @@ class Receiver:
             for scope_logs in resource_logs.scope_logs
             for record in scope_logs.log_records
         ]
+
+
+class _HTTPServer(ThreadingHTTPServer):
+    daemon_threads = False  # so that server_close() waits for them
+    receiver: Receiver
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self._connections: list[socket.socket] = []
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connection, address = super().get_request()
+        self._connections.append(connection)
+        return connection, address
+
+    def close_connections(self) -> None:
+        """Hang up, as a collector that stops does."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # the client was first
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
