@@ -42,10 +42,10 @@ sanitize: $(VENV)/.dev
 	rm -rf build/sanitize && mkdir -p build/sanitize
 	git ls-files | tar -c -T - | tar -x -C build/sanitize
 	cd build/sanitize && CFLAGS="-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer" \
-	    LENSFAST_REQUIRE_EXTENSION=1 $(CURDIR)/$(VENV)/bin/python setup.py --quiet build_ext --inplace
+	    LENSFAST_REQUIRE_EXTENSION=1 $(abspath $(VENV))/bin/python setup.py --quiet build_ext --inplace
 	cd build/sanitize && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 LENSFAST_REQUIRE_EXTENSION=1 PYTHONSAFEPATH= \
-	    $(CURDIR)/$(VENV)/bin/python -m pytest -p no:cacheprovider -q \
+	    $(abspath $(VENV))/bin/python -m pytest -p no:cacheprovider -q \
 	    tests/test_gate.py tests/test_spans.py tests/test_trace_fn.py tests/test_groups.py
 
 $(VENV)/.demo: $(SOURCES)

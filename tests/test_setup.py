@@ -1181,6 +1181,7 @@ def test_a_collector_that_goes_and_comes_back(
     flush()
     [message] = messages(caplog)
     assert message.startswith("spans do not reach ")
+    assert "Failed to export" in message  # the SDK's reason, though it has given it before
 
 
 def test_a_collector_that_refuses(
