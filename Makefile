@@ -5,7 +5,9 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-BENCH_PYTHON ?= $(or $(shell command -v python3.13),$(lastword $(wildcard $(HOME)/.pyenv/versions/3.13*/bin/python)),$(PYTHON))
+# nemo-lens needs 3.13; a pyenv shim may be on PATH and not run.
+BENCH_PYTHON ?= $(shell for p in python3.13 $(HOME)/.pyenv/versions/3.13*/bin/python $(PYTHON); do \
+    $$p -c '' 2> /dev/null && echo $$p && break; done)
 BENCH_VENV ?= .venv-bench
 BENCH_OPTIONS ?=
 DEMO_OPTIONS ?=
