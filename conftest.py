@@ -60,6 +60,7 @@ def reset_opentelemetry() -> None:
         meter_provider.shutdown()
     metrics._internal._METER_PROVIDER = None
     metrics._internal._METER_PROVIDER_SET_ONCE = Once()
+    metrics._internal._PROXY_METER_PROVIDER = metrics._internal._ProxyMeterProvider()
 
 
 def reset_lensfast(package: ModuleType) -> None:

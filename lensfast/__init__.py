@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from opentelemetry import metrics as _metrics
 from opentelemetry import trace as _trace
 
 from ._backend import backend, span_group
@@ -79,4 +78,6 @@ def get_tracer(name: str = "nemo.lens") -> Tracer:
 
 def get_meter(name: str = "nemo.lens") -> Meter:
     """The meter called `name` of the provider that is global now."""
-    return _metrics.get_meter(name)
+    from opentelemetry import metrics
+
+    return metrics.get_meter(name)

@@ -83,7 +83,7 @@ class NemoLensConfig:
         """
 
         def read(name: str, default: _Value, parse: Callable[[str], _Value], allowed: str) -> _Value:
-            variables = [f"{p}_{name}" for p in (prefix, fallback_prefix) if p is not None]
+            variables = [f"{prefix}_{name}"] + ([f"{fallback_prefix}_{name}"] if fallback_prefix else [])
             for variable in variables:
                 text = os.environ.get(variable, "").strip()
                 if not text:

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from opentelemetry import metrics, trace
+from opentelemetry import trace
 
 from . import state
 from ._backend import TRUE_WORDS
@@ -67,6 +67,8 @@ class TelemetryHandle:
         if self._closed:
             return
         self._closed = True
+        from opentelemetry import metrics  # half of what `import lensfast` would take
+
         providers: dict[str, Any] = {"spans": trace.get_tracer_provider()}
         if os.getpid() == self._pid:
             providers["metrics"] = metrics.get_meter_provider()
@@ -85,7 +87,7 @@ class TelemetryHandle:
             if closer.is_alive():
                 closer.join(max(0.0, deadline - time.monotonic()))
         if late := [what for what, closer in closers.items() if closer.is_alive()]:
-            from .providers import report_undelivered
+            from ._otlp import report_undelivered
 
             report_undelivered(late, timeout_ms)
 
@@ -186,6 +188,8 @@ def setup_telemetry(
         raise RuntimeError(
             "telemetry has already been initialised in this process; call setup_telemetry() once, and keep its handle"
         )
+    from opentelemetry import metrics
+
     ensure_run_id(config)
     exporting = _should_export(config, rank, world_size, export_strategy) and config.enabled
     if exporting and os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() in TRUE_WORDS:

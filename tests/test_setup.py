@@ -1134,7 +1134,7 @@ def test_a_span_that_cannot_be_encoded_does_not_cost_its_batch(
 def test_an_attribute_that_cannot_be_encoded_does_not_cost_its_span(
     lensfast: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, protocol: str
 ) -> None:
-    lensfast.providers._chatter._unencodable.clear()
+    lensfast._otlp._chatter._unencodable.clear()
     with Receiver() as receiver:
         send_to(monkeypatch, receiver.grpc_port if protocol == "grpc" else receiver.http_port, protocol)
         handle = lensfast.setup_telemetry(lensfast.NemoLensConfig(enabled=True))
