@@ -22,13 +22,7 @@ C_HEADERS = ["csrc/atomics.h", "csrc/callargs.h", "csrc/gate.h", "csrc/group.h",
 class OptionalBuildExt(build_ext):
     """Turns a failed compilation into a warning, unless the extension is required."""
 
-    def run(self):
-        try:
-            super().run()
-        except Exception as error:
-            if REQUIRED:
-                raise
-            self._warn(error)
+    failed = False
 
     def build_extension(self, extension):
         try:
@@ -36,11 +30,12 @@ class OptionalBuildExt(build_ext):
         except Exception as error:
             if REQUIRED:
                 raise
+            self.failed = True
             self._warn(error)
 
     def copy_extensions_to_source(self):
-        # An editable install copies what was built; there may be nothing.
-        if all(os.path.exists(self.get_ext_fullpath(e.name)) or self.inplace for e in self.extensions):
+        # An editable install copies what was built.
+        if not self.failed:
             super().copy_extensions_to_source()
 
     def _warn(self, error):

@@ -46,10 +46,12 @@ def build(directory, path, **environment):
 def info(wheel, directory):
     """What `python -m lensfast info` prints from the unpacked wheel."""
     zipfile.ZipFile(wheel).extractall(directory / "installed")
+    path = os.pathsep.join([str(directory / "installed"), sysconfig.get_path("purelib")])
     result = subprocess.run(
-        [sys.executable, "-m", "lensfast", "info"],
+        # -S: an editable install in this environment would offer its own extension.
+        [sys.executable, "-S", "-m", "lensfast", "info"],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(directory / "installed"), "LENSFAST_PURE_PYTHON": ""},
+        env={**os.environ, "PYTHONPATH": path, "LENSFAST_PURE_PYTHON": ""},
         capture_output=True,
         text=True,
         check=True,
