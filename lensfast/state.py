@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from . import groups as _groups
-from ._backend import gate
+from ._backend import gate, span_group
 
 __all__ = [
     "enabled_span_groups",
@@ -25,6 +25,7 @@ __all__ = [
     "set_enabled_span_groups",
     "set_pp_trace_carrier",
     "set_span_group_spec",
+    "span_group",
 ]
 
 logger = logging.getLogger(__name__)

@@ -148,6 +148,7 @@ def test_a_handle_taken_while_the_group_is_on(lensfast):
 def test_one_handle_per_name(lensfast):
     handle = lensfast.span_group("layer")
     assert lensfast.span_group("".join(["lay", "er"])) is handle
+    assert lensfast.state.span_group("layer") is lensfast.helpers.span_group("layer") is handle
     assert pickle.loads(pickle.dumps(handle)) is handle
     assert copy.copy(handle) is handle
     assert copy.deepcopy({"a": handle})["a"] is handle
