@@ -135,6 +135,13 @@ traced_reduce(PyObject *self, PyObject *Py_UNUSED(unused))
     return PyObject_GetAttrString(self, "__qualname__");
 }
 
+/* As for wrapt's proxies: what asks for a function, such as torch or mock, is to find one. */
+static PyObject *
+traced_class(PyObject *Py_UNUSED(self), void *Py_UNUSED(closure))
+{
+    return Py_NewRef((PyObject *)&PyFunction_Type);
+}
+
 static PyMethodDef traced_methods[] = {
     {"__reduce__", traced_reduce, METH_NOARGS, "Pickle and copy by reference, as functions do."},
     {NULL, NULL, 0, NULL},
@@ -148,6 +155,7 @@ static PyMemberDef traced_members[] = {
 };
 
 static PyGetSetDef traced_getset[] = {
+    {"__class__", traced_class, NULL, NULL, NULL},
     {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -8,7 +8,7 @@ The interface is that of lensfast._gate_py, which has the same behaviour in Pyth
 from cpython.object cimport PyObject, PyTypeObject
 
 import os
-from threading import Lock
+from threading import RLock
 
 
 cdef extern from "noop.h":
@@ -47,8 +47,8 @@ TracedFunction = <object>lf_traced_type
 
 is_span_group_enabled = lf_gate_is_enabled_function("lensfast.state")
 
-# One writer at a time; readers take no lock.
-_lock = Lock()
+# One writer at a time, which may be called back by what it handles; readers take no lock.
+_lock = RLock()
 _enabled = frozenset()
 
 
@@ -56,8 +56,9 @@ def _apply(groups):
     for name in groups:
         if isinstance(name, str):
             lf_group_intern(str.__str__(name))
-    for handle in lf_group_all():
-        lf_group_set(handle, handle.name in groups)
+    # Asked first and stored then: an odd member's __eq__ may raise.
+    for handle, on in [(handle, handle.name in groups) for handle in lf_group_all()]:
+        lf_group_set(handle, on)
 
 
 def publish(groups):

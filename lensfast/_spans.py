@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import types
+import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 from opentelemetry import context as context_api
 from opentelemetry import trace
@@ -24,35 +27,25 @@ HELPERS_SCOPE = "nemo.lens.helpers"
 PACKAGE_SCOPE = "nemo.lens"
 
 
-class _CachedTracer(NamedTuple):
-    provider: object
-    get_tracer: object
-    get_tracer_provider: object
-    tracer: Tracer
-
-
-_tracers: dict[str, _CachedTracer] = {}
+# A patched function is asked each time.
+_GET_TRACER = trace.get_tracer
+_GET_TRACER_PROVIDER = trace.get_tracer_provider
+_tracers: dict[str, tuple[object, Tracer]] = {}
 
 
 def current_tracer(scope: str) -> Tracer:
     """The tracer named `scope` of the provider that is global now.
 
-    Cached per provider: trace.get_tracer costs microseconds. The key is what a call would read, so a provider that
-    was replaced or reset, and a patched trace.get_tracer, are noticed.
+    Cached per provider, since trace.get_tracer costs microseconds; a provider that was replaced or reset is noticed.
     """
     provider = getattr(trace, "_TRACER_PROVIDER", None)
-    get_tracer = trace.get_tracer
     cached = _tracers.get(scope)
-    if (
-        cached is not None
-        and cached.provider is provider
-        and cached.get_tracer is get_tracer
-        and cached.get_tracer_provider is trace.get_tracer_provider
-    ):
-        return cached.tracer
-    tracer = get_tracer(scope)
-    if provider is not None:
-        _tracers[scope] = _CachedTracer(provider, get_tracer, trace.get_tracer_provider, tracer)
+    patched = trace.get_tracer is not _GET_TRACER or trace.get_tracer_provider is not _GET_TRACER_PROVIDER
+    if cached is not None and cached[0] is provider and not patched:
+        return cached[1]
+    tracer = trace.get_tracer(scope)
+    if provider is not None and not patched:
+        _tracers[scope] = (provider, tracer)
     return tracer
 
 
@@ -62,12 +55,15 @@ def usable_attributes(
     """The attributes a span can carry: scalars and flat lists of them, strings under a sensitive key redacted."""
     usable: dict[str, Any] = {}
     for key, value in attributes.items():
-        if isinstance(value, str):
-            usable[key] = "[REDACTED]" if key in redact_keys else value
-        elif isinstance(value, _SCALAR_TYPES):
-            usable[key] = value
-        elif isinstance(value, (list, tuple)) and all(isinstance(item, _SCALAR_TYPES) for item in value):
-            usable[key] = list(value)
+        try:
+            if isinstance(value, str):
+                usable[key] = "[REDACTED]" if key in redact_keys else value
+            elif isinstance(value, _SCALAR_TYPES):
+                usable[key] = value
+            elif isinstance(value, (list, tuple)) and all(isinstance(item, _SCALAR_TYPES) for item in value):
+                usable[key] = list(value)
+        except Exception as failure:
+            report_failure("use attribute", key, failure)
     return usable
 
 
@@ -80,54 +76,85 @@ def report_failure(doing: str, name: str, error: BaseException) -> None:
     if kind not in _reported_failures:
         _reported_failures.add(kind)
         logger.warning(
-            "could not %s span %r (the program goes on; later failures of this kind are not logged)",
+            "could not %s %r (the program goes on; later failures of this kind are not logged)",
             doing,
             name,
             exc_info=error,
         )
 
 
-class OpenSpan:
-    """One started span, made current and un-current any number of times; as a context manager it only ends it."""
+# span -> the Contexts that show it in place of one of its children, which was left out of order.
+_redirected: weakref.WeakKeyDictionary[Span, list[weakref.ref[Context]]] = weakref.WeakKeyDictionary()
 
-    __slots__ = ("_context", "_parent", "_recipe", "_token", "span")
+
+def _redirect(contexts: list[weakref.ref[Context]], span: Span) -> None:
+    """Make `span` the current one of `contexts`, in place: whoever holds one must not find an ended span in it."""
+    entry = trace.set_span_in_context(span, Context())
+    for reference in contexts:
+        if (context := reference()) is not None:
+            dict.update(context, entry)
+    if span.is_recording():
+        with suppress(TypeError):  # a span that can't be weakly referenced, or hashed, is no SDK span
+            _redirected.setdefault(span, []).extend(contexts)
+
+
+class OpenSpan:
+    """One started span; as a context manager it only ends it."""
+
+    __slots__ = ("_body", "_context", "_parent", "_recipe", "_token", "span")
 
     def __init__(self, recipe: SpanManager, span: Span) -> None:
         self._recipe = recipe
         self.span = span
 
     def attach(self) -> None:
+        """Make the span current."""
         self._parent = context_api.get_current()
         self._context = trace.set_span_in_context(self.span, self._parent)
         self._token = context_api.attach(self._context)
 
     def detach(self) -> None:
+        """Make current again what was before, wherever and in whatever order that is asked for."""
         in_order = context_api.get_current() is self._context
         try:
             # The public detach() logs an error with a traceback where this one raises.
             context_api._RUNTIME_CONTEXT.detach(self._token)
         except Exception:
             in_order = False
+        contexts = _redirected.pop(self.span, []) if _redirected else []
         if not in_order:
-            # Left elsewhere or out of order: whoever still holds our Context must find its parent's span in it.
-            parent_span = trace.get_current_span(self._parent)
-            dict.update(self._context, trace.set_span_in_context(parent_span, Context()))
+            contexts.append(weakref.ref(self._context))
+        if contexts:
+            _redirect(contexts, trace.get_current_span(self._parent))
+
+    def suspend(self) -> None:
+        """Between two items of a generator, the consumer's span is current again."""
+        self._body = context_api.get_current()
+        context_api.detach(self._token)
+
+    def resume(self) -> None:
+        """What was current in the generator's body is so again, in whatever context it goes on."""
+        self._token = context_api.attach(self._body)
 
     def end(self, error: BaseException | None) -> None:
         span, recipe = self.span, self._recipe
         # A BaseException such as KeyboardInterrupt or GeneratorExit is a way to leave, not a failure of the work.
         if isinstance(error, Exception):
             try:
-                if recipe.record_exception:
-                    span.record_exception(error)
                 message = f"{type(error).__name__}: {error}" if recipe.names_exception_type else str(error)
-                span.set_status(Status(StatusCode.ERROR, message))
+            except Exception:
+                message = type(error).__name__
+            try:
+                if span.is_recording():
+                    span.set_status(Status(StatusCode.ERROR, message))
+                    if recipe.record_exception:
+                        span.record_exception(error)
             except Exception as failure:
-                report_failure("record an exception on", recipe.name, failure)
+                report_failure("record an exception on span", recipe.name, failure)
         try:
             span.end()
         except Exception as failure:
-            report_failure("end", recipe.name, failure)
+            report_failure("end span", recipe.name, failure)
 
     def __enter__(self) -> Span:
         return self.span
@@ -147,6 +174,8 @@ class UnstartedSpan:
 
     def detach(self) -> None:
         """Nothing was attached."""
+
+    suspend = resume = detach
 
     def end(self, error: BaseException | None) -> None:
         """Nothing was started."""
@@ -203,14 +232,14 @@ class SpanManager:
                 tracer = current_tracer(self.scope)
             span = tracer.start_span(self.name) if self.kind is None else tracer.start_span(self.name, kind=self.kind)
         except Exception as failure:
-            report_failure("start", self.name, failure)
+            report_failure("start span", self.name, failure)
             return UNSTARTED
         if self.attributes:
             try:
                 # After the start, as the original does: samplers and on_start never see them.
                 span.set_attributes(usable_attributes(self.attributes))
             except Exception as failure:
-                report_failure("set the attributes of", self.name, failure)
+                report_failure("set the attributes of span", self.name, failure)
         return OpenSpan(self, span)
 
     def __enter__(self) -> Span:
@@ -276,23 +305,33 @@ def in_span(function: Callable[..., Any], manager: Callable[[], SpanManager]) ->
 
         async def run_async_generator(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
             generator = function(*args, **kwargs)
-            step = functools.partial(generator.asend, None)
+            hooks = sys.get_asyncgen_hooks()
+            # The event loop closes the outer generator, which closes this one; both at once would be an error.
+            sys.set_asyncgen_hooks(None, None)
+            try:
+                step = generator.asend(None)
+            finally:
+                sys.set_asyncgen_hooks(*hooks)
             opened = manager().start()
             with opened:
-                while True:
-                    opened.attach()
-                    try:
-                        item = await step()
-                    except StopAsyncIteration:
-                        return
-                    finally:
-                        opened.detach()
-                    try:
-                        sent = yield item
-                    except BaseException as thrown:
-                        step = functools.partial(generator.athrow, thrown)
-                    else:
-                        step = functools.partial(generator.asend, sent)
+                opened.attach()
+                try:
+                    while True:
+                        try:
+                            item = await step
+                        except StopAsyncIteration:
+                            return
+                        opened.suspend()
+                        try:
+                            sent = yield item
+                        except BaseException as thrown:
+                            opened.resume()
+                            step = generator.athrow(thrown)
+                        else:
+                            opened.resume()
+                            step = generator.asend(sent)
+                finally:
+                    opened.detach()
 
         return run_async_generator
 
@@ -303,23 +342,27 @@ def in_span(function: Callable[..., Any], manager: Callable[[], SpanManager]) ->
             step = functools.partial(generator.send, None)
             opened = manager().start()
             with opened:
-                while True:
-                    opened.attach()
-                    try:
-                        item = step()
-                    except StopIteration as stop:
-                        return stop.value
-                    finally:
-                        opened.detach()
-                    try:
-                        sent = yield item
-                    except BaseException as thrown:
-                        step = functools.partial(generator.throw, thrown)
-                    else:
-                        step = functools.partial(generator.send, sent)
+                opened.attach()
+                try:
+                    while True:
+                        try:
+                            item = step()
+                        except StopIteration as stop:
+                            return stop.value
+                        opened.suspend()
+                        try:
+                            sent = yield item
+                        except BaseException as thrown:
+                            step = functools.partial(generator.throw, thrown)
+                        else:
+                            step = functools.partial(generator.send, sent)
+                        opened.resume()
+                finally:
+                    opened.detach()
 
         # A generator that types.coroutine made awaitable must stay so.
-        awaitable = function.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE
+        flags: int = getattr(getattr(function, "__code__", None), "co_flags", 0)
+        awaitable = flags & inspect.CO_ITERABLE_COROUTINE
         return types.coroutine(run_generator) if awaitable else run_generator
 
     def run(*args: Any, **kwargs: Any) -> Any:

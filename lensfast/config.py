@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from ._backend import TRUE_WORDS
@@ -46,8 +46,23 @@ class NemoLensConfig:
     _span_group_cls: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.export_sample_rate <= 1.0:
+        if not isinstance(self.export_sample_rate, (int, float)) or not 0.0 <= self.export_sample_rate <= 1.0:
             raise ValueError(f"export_sample_rate must be from 0.0 to 1.0, not {self.export_sample_rate!r}")
+
+    def check_types(self) -> None:
+        """Find what a caller may have put into a field by mistake, such as the text of a variable.
+
+        Raises:
+            TypeError: a field is of the wrong type; the text names it.
+        """
+        for config_field in fields(self):
+            name, value = config_field.name, getattr(self, config_field.name)
+            if config_field.type == "bool" and isinstance(value, str):
+                raise TypeError(f"NemoLensConfig.{name} must be True or False, not {value!r}")
+            if config_field.type in ("int", "float") and not isinstance(value, (int, float)):
+                raise TypeError(f"NemoLensConfig.{name} must be a number, not {value!r}")
+            if config_field.type == "str" and not isinstance(value, str):
+                raise TypeError(f"NemoLensConfig.{name} must be a str, not {value!r}")
 
     @property
     def resolved_span_groups(self) -> frozenset[str]:

@@ -17,13 +17,13 @@ from opentelemetry import trace
 from . import state
 from ._backend import TRUE_WORDS
 from ._spans import PACKAGE_SCOPE
+from .config import NemoLensConfig
 from .strategies import get_export_strategy
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter
     from opentelemetry.trace import Tracer
 
-    from .config import NemoLensConfig
     from .strategies import ExportStrategy
 
 logger = logging.getLogger(__name__)
@@ -177,6 +177,7 @@ def setup_telemetry(
 
     Raises:
         RuntimeError: telemetry has already been set up in this process.
+        TypeError: `config`, or one of its fields, is of the wrong type.
         ValueError: unknown exporter, export strategy or (with a group class) group, or an environment variable with a
             value that can't be used; the text names it and what is allowed.
         ImportError: the SDK is not installed.
@@ -184,6 +185,9 @@ def setup_telemetry(
     Not thread-safe: call it from the main thread.
     """
     global _INITIALIZED
+    if not isinstance(config, NemoLensConfig):
+        raise TypeError(f"setup_telemetry() takes a NemoLensConfig, not {type(config).__name__}")
+    config.check_types()
     if _INITIALIZED and config.enabled and not _allow_reinit:
         raise RuntimeError(
             "telemetry has already been initialised in this process; call setup_telemetry() once, and keep its handle"
@@ -196,6 +200,12 @@ def setup_telemetry(
         logger.info("telemetry stays off: OTEL_SDK_DISABLED is set")
         exporting = False
     if not exporting:
+        nobody = config.enabled and config.export_strategy == "single_rank" and config.export_rank >= world_size
+        if nobody and rank == 0 and export_strategy is None:
+            logger.warning(
+                "no rank exports: export_rank (<PREFIX>_EXPORT_RANK) is %d and world_size is %d",
+                config.export_rank, world_size,
+            )  # fmt: skip
         state.set_enabled_span_groups(frozenset())
         _INITIALIZED = _INITIALIZED or config.enabled
         return _OffHandle(trace.get_tracer(PACKAGE_SCOPE), metrics.get_meter(PACKAGE_SCOPE))

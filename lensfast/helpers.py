@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -64,7 +64,10 @@ def safe_set_span_attributes(
     """
     if span.is_recording():
         for key, value in usable_attributes(attributes, redact_keys).items():
-            span.set_attribute(key, value)
+            try:
+                span.set_attribute(key, value)
+            except Exception as failure:
+                report_failure("set attribute", key, failure)
 
 
 def span_cm(name: str, tracer: Tracer | None = None, record_exception: bool = True, **attributes: Any) -> UngatedSpan:
@@ -98,7 +101,8 @@ def _managed_span(group: str, name: str, tracer: Tracer | None = None, **attribu
         **attributes: filtered as by safe_set_span_attributes, set after the start. Dotted names come in by
             ``**{"megatron.iteration": 5}``.
 
-    Unlike the original's, the object can't decorate a function (TypeError; use trace_fn) and may be entered again.
+    Unlike the original's, the object can't decorate a function (TypeError; use trace_fn), and one thread or task may
+    enter it again.
     """
     if gate.is_span_group_enabled(group):
         return GatedSpan(name, tracer, attributes=attributes, names_exception_type=False)
@@ -117,7 +121,9 @@ def _group_span(
     """What GroupHandle.span does: managed_span for that group, with a span kind (INTERNAL if it is no SpanKind)."""
     if handle:
         if span_kind is not None and not isinstance(span_kind, SpanKind):
-            report_failure("use the span_kind of", name, TypeError(f"not an opentelemetry SpanKind: {span_kind!r}"))
+            report_failure(
+                "use the span_kind of span", name, TypeError(f"not an opentelemetry SpanKind: {span_kind!r}")
+            )
             span_kind = None
         return GatedSpan(name, tracer, attributes=attributes, kind=span_kind, names_exception_type=False)
     return gate.NOOP
@@ -126,6 +132,10 @@ def _group_span(
 _managed_span.__name__ = _managed_span.__qualname__ = "managed_span"
 _group_span.__name__ = _group_span.__qualname__ = "span"
 managed_span: Callable[..., AbstractContextManager[Span | None]] = gate.install(_managed_span, _group_span)
+
+
+# A class body makes these methods static or class methods if they are Python functions, and only then.
+_IMPLICITLY_STATIC = frozenset({"__new__", "__init_subclass__", "__class_getitem__"})
 
 
 def trace_fn(group: str, name: str, tracer: Tracer | None = None) -> Callable[[_Function], _Function]:
@@ -151,9 +161,14 @@ def trace_fn(group: str, name: str, tracer: Tracer | None = None) -> Callable[[_
                 f"trace_fn decorates functions, not {type(function).__name__}; "
                 "under @staticmethod or @classmethod it goes below, next to the def"
             )
-        runner = in_span(function, lambda: UngatedSpan(name, tracer, PACKAGE_SCOPE))
-        traced = gate.traced(function, group, functools.wraps(function)(runner))
-        return functools.update_wrapper(traced, function)  # type: ignore[return-value]
+        runner = functools.wraps(function)(in_span(function, lambda: UngatedSpan(name, tracer, PACKAGE_SCOPE)))
+        if getattr(function, "__name__", "") in _IMPLICITLY_STATIC:
+
+            def traced(*args: Any, **kwargs: Any) -> Any:
+                return (runner if gate.is_span_group_enabled(group) else function)(*args, **kwargs)
+
+            return functools.update_wrapper(traced, function)  # type: ignore[return-value]
+        return functools.update_wrapper(gate.traced(function, group, runner), function)  # type: ignore[return-value]
 
     return decorator
 
@@ -169,10 +184,15 @@ def span_attributes(attributes: Mapping[str, Any]) -> Iterator[None]:
     safe_set_span_attributes. Follows contextvars: asyncio tasks inherit, plain threads don't. Works for spans of the
     provider that setup_telemetry installed.
     """
-    token = _scoped_attributes.set({**_scoped_attributes.get(), **attributes})
+    outer = _scoped_attributes.get()
+    merged = {**outer, **attributes}
+    token = _scoped_attributes.set(merged)
     try:
         yield
     finally:
-        # ValueError: left in another context than it was entered in, which holds nothing of ours.
-        with suppress(ValueError):
+        try:
             _scoped_attributes.reset(token)
+        except ValueError:
+            # Left in another context than it was entered in, where these must not stay in force.
+            merged.clear()
+            merged.update(outer)

@@ -188,6 +188,8 @@ def build_providers(
         _reject_exporter(config.exporter)
     if config.exporter == "otlp":
         check_variables(built_here)
+    if config.traces_enabled or config.logs_enabled:
+        _check_batch_variables()
     metric_interval_ms = _metric_interval_ms() if signals["metrics"] else 0
     forget_collectors()
     resource = _build_resource(config, rank, world_size, resource_attributes)
@@ -329,14 +331,36 @@ def _build_logger_provider(config: NemoLensConfig, resource: Any) -> Any:
     return provider
 
 
-def _metric_interval_ms() -> int:
-    text = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", str(_DEFAULT_METRIC_INTERVAL_MS))
+def _positive_variable(name: str, unit: str, default: int) -> int:
+    """The value of an environment variable that the SDK would read later, and explain less.
+
+    Raises:
+        ValueError: it is not a positive integer.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
     try:
-        interval = int(text)
-        if interval <= 0:
-            raise ValueError(text)
+        value = int(text)
     except ValueError:
-        raise ValueError(
-            f"OTEL_METRIC_EXPORT_INTERVAL must be a positive integer of milliseconds, not {text!r}"
-        ) from None
-    return interval
+        value = 0
+    if value <= 0:
+        raise ValueError(f"{name} must be a positive integer{unit}, not {text!r}")
+    return value
+
+
+def _metric_interval_ms() -> int:
+    return _positive_variable("OTEL_METRIC_EXPORT_INTERVAL", " of milliseconds", _DEFAULT_METRIC_INTERVAL_MS)
+
+
+def _check_batch_variables() -> None:
+    for prefix in ("OTEL_BSP", "OTEL_BLRP"):
+        for name in ("SCHEDULE_DELAY", "EXPORT_TIMEOUT"):
+            _positive_variable(f"{prefix}_{name}", " of milliseconds", 1)
+        queue = _positive_variable(f"{prefix}_MAX_QUEUE_SIZE", "", 2048)
+        batch = _positive_variable(f"{prefix}_MAX_EXPORT_BATCH_SIZE", "", 512)
+        if batch > queue:
+            raise ValueError(
+                f"{prefix}_MAX_EXPORT_BATCH_SIZE ({batch}, default 512) must not be larger than "
+                f"{prefix}_MAX_QUEUE_SIZE ({queue}, default 2048)"
+            )

@@ -110,7 +110,7 @@ def follow_spec(spec: str, span_group_cls: Any = None, built_in_groups: bool = F
 def refresh_enabled_span_groups() -> None:
     """Resolve the live spec again. Does nothing without one; the registry calls it after every change."""
     with _LOCK:
-        message = _resolve() if _spec is not None else None
+        message = _resolve()
     if message:
         logger.warning(message)
 
@@ -142,18 +142,23 @@ def get_pp_trace_carrier() -> dict[str, Any] | None:
 def _resolve() -> str | None:
     """Publish what the spec names; returns a warning that has not been given yet. Call with _LOCK held."""
     global _pending, _reported
-    assert _spec is not None
+    spec = _spec
+    if spec is None:
+        return None
     snapshot = _groups.SpanRegistry._snapshot()
     span_group_cls = _span_group_cls
     if span_group_cls is None and _built_in_groups and not snapshot.groups:
         span_group_cls = _groups.SpanGroup
     if span_group_cls is None:
-        enabled, _pending = snapshot.resolve(_spec)
+        enabled, pending = snapshot.resolve(spec)
     else:
-        enabled, _pending = _groups.resolve_with_class(_spec, span_group_cls, snapshot)
+        enabled, pending = _groups.resolve_with_class(spec, span_group_cls, snapshot)
+    if _spec is not spec:
+        return None  # a signal handler has set something else
+    _pending = pending
     gate.publish(enabled)
-    message = _warning(_spec, enabled, _pending, snapshot, span_group_cls)
-    condition = (message.split(":")[0], _pending) if message else None
+    message = _warning(spec, enabled, pending, snapshot, span_group_cls)
+    condition = (message.split(":")[0], pending) if message else None
     if condition == _reported:
         return None
     _reported = condition

@@ -96,17 +96,8 @@ def public_names(module):
 
 # Imports, which the two gates have for themselves.
 HELPERS = {
-    "TYPE_CHECKING",
-    "AbstractContextManager",
-    "annotations",
-    "threading",
-    "inspect",
-    "os",
-    "Any",
-    "Callable",
-    "MethodType",
-    "NoReturn",
-    "Lock",
+    *("TYPE_CHECKING", "AbstractContextManager", "Any", "Callable", "FunctionType", "MethodType", "NoReturn", "RLock"),
+    *("annotations", "inspect", "os"),
 }
 
 

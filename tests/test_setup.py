@@ -463,6 +463,18 @@ WRONG = [
         for text in ("abc", "", "1.5", "0", "-5")
     ),
     *(
+        ({name: text}, {}, rf"^{name} must be a positive integer.*, not '{text}'")
+        for name in (
+            "OTEL_BSP_SCHEDULE_DELAY",
+            "OTEL_BSP_EXPORT_TIMEOUT",
+            "OTEL_BSP_MAX_QUEUE_SIZE",
+            "OTEL_BSP_MAX_EXPORT_BATCH_SIZE",
+            "OTEL_BLRP_MAX_QUEUE_SIZE",
+        )
+        for text in ("abc", "0", "-5")
+    ),
+    ({"OTEL_BSP_MAX_QUEUE_SIZE": "100"}, {}, r"_BATCH_SIZE \(512, .* larger than OTEL_BSP_MAX_QUEUE_SIZE \(100, "),
+    *(
         ({"OTEL_EXPORTER_OTLP_TIMEOUT": text, **extra}, {}, rf"^OTEL_EXPORTER_OTLP_TIMEOUT must be .*, not '{text}'")
         for text in ("abc", "0", "-1", "nan")
         for extra in ({}, HTTP)
@@ -1327,3 +1339,44 @@ def test_without_the_sdk(tmp_path: Path, backend: str) -> None:
     assert "nemo-lens[sdk]" in error
     assert "No module named 'opentelemetry.sdk'" in error
     assert groups == "['job']"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("enabled", "no", "NemoLensConfig.enabled must be True or False, not 'no'"),
+        ("traces_enabled", "1", "NemoLensConfig.traces_enabled must be True or False"),
+        ("export_rank", "3", "NemoLensConfig.export_rank must be a number, not '3'"),
+        ("export_sample_rate", None, "NemoLensConfig.export_sample_rate must be a number"),
+        ("span_groups", ["step"], r"NemoLensConfig.span_groups must be a str, not \['step'\]"),
+        ("exporter", None, "NemoLensConfig.exporter must be a str, not None"),
+        ("run_id", 5, "NemoLensConfig.run_id must be a str, not 5"),
+    ],
+)
+def test_fields_of_the_wrong_type(lensfast, field, value, message):
+    config = lensfast.NemoLensConfig(enabled=True)
+    setattr(config, field, value)
+    with pytest.raises(TypeError, match=message):
+        lensfast.setup_telemetry(config)
+    assert lensfast.handle._INITIALIZED is False
+    assert trace._TRACER_PROVIDER is None
+
+
+@pytest.mark.parametrize("config", [{}, None, "console"])
+def test_what_is_no_config(lensfast, config):
+    with pytest.raises(TypeError, match="takes a NemoLensConfig"):
+        lensfast.setup_telemetry(config)
+
+
+def test_a_sample_rate_that_is_no_number(lensfast):
+    with pytest.raises(ValueError, match="export_sample_rate must be from"):
+        lensfast.NemoLensConfig(export_sample_rate="x")
+
+
+def test_an_export_rank_that_no_rank_has_is_told_once(lensfast, caplog):
+    config = lensfast.NemoLensConfig(enabled=True, export_rank=7)
+    for rank in range(4):
+        lensfast.handle._INITIALIZED = False
+        assert lensfast.setup_telemetry(config, rank=rank, world_size=4).is_exporting is False
+    (record,) = caplog.records
+    assert "no rank exports: export_rank (<PREFIX>_EXPORT_RANK) is 7 and world_size is 4" in record.getMessage()

@@ -12,8 +12,10 @@ import pickle
 import threading
 import types
 import weakref
+from unittest import mock
 
 import pytest
+from opentelemetry import context as context_api
 from opentelemetry import trace
 from opentelemetry.trace import StatusCode
 
@@ -240,6 +242,79 @@ def test_what_is_not_a_function(on, exporter):
     assert [span.name for span in exporter.get_finished_spans()] == ["partial", "builtin", "object", "class"]
 
 
+def test_partials_of_every_kind(on, exporter):
+    async def coroutine(x):
+        return x
+
+    def generator(x):
+        yield x
+
+    async def asynchronous_generator(x):
+        yield x
+
+    async def collect(items):
+        return [item async for item in items]
+
+    trace_fn = on.trace_fn("on", "s")
+    assert asyncio.run(trace_fn(functools.partial(coroutine, 1))()) == 1
+    assert list(trace_fn(functools.partial(generator, 2))()) == [2]
+    assert asyncio.run(collect(trace_fn(functools.partial(asynchronous_generator, 3))())) == [3]
+    assert len(exporter.get_finished_spans()) == 3
+
+
+@pytest.mark.parametrize("group", ["on", "off"])
+def test_implicitly_static_methods(on, exporter, group):
+    trace_fn = on.trace_fn(group, "s")
+
+    class Base:
+        @trace_fn
+        def __new__(cls, x):
+            return super().__new__(cls)
+
+        @trace_fn
+        def __init_subclass__(cls, **kwargs):
+            cls.kwargs = kwargs
+
+        @trace_fn
+        def __class_getitem__(cls, item):
+            return cls, item
+
+    class Child(Base, a=1):
+        pass
+
+    assert isinstance(Base(1), Base)
+    assert isinstance(Child(2).__new__(Child, 3), Child)
+    assert Child.kwargs == {"a": 1}
+    assert Base[int] == (Base, int)
+    assert len(exporter.get_finished_spans()) == (5 if group == "on" else 0)
+
+
+def test_it_passes_for_a_function(on):
+    async def coroutine(x):
+        """Waits."""
+
+    for original in (plain_function, coroutine):
+        traced = on.trace_fn("off", "s")(original)
+        assert isinstance(traced, types.FunctionType)
+        assert inspect.isfunction(traced)
+        assert inspect.getsource(traced) == inspect.getsource(original)
+    with pytest.raises(TypeError):
+        mock.create_autospec(on.trace_fn("off", "s")(plain_function))(1, 2)
+
+
+def test_a_module_with_a_traced_forward_compiles(on):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+
+    class Net(torch.nn.Module):
+        @on.trace_fn("off", "forward")
+        def forward(self, x):
+            return x * 2 + 1
+
+    compiled = torch.compile(Net(), backend="eager")
+    assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 3.0))
+    assert torch.equal(torch.fx.symbolic_trace(Net())(torch.ones(3)), torch.full((3,), 3.0))
+
+
 @pytest.mark.parametrize("wrong", [None, 3, "name", classmethod(lambda cls: None)])
 def test_what_cannot_be_called_is_refused(lensfast, wrong):
     with pytest.raises(TypeError, match="@staticmethod or @classmethod"):
@@ -431,6 +506,79 @@ def test_a_generator_takes_the_time_of_its_whole_run(on, exporter):
 
 
 @GROUPS
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_spans_open_across_yields(on, exporter, group, asynchronous):
+    """What is current in the body stays current in the body; the consumer does not see it."""
+    held = []
+
+    @on.trace_fn(group, "generator")
+    def generate():
+        with on.managed_span("on", "epoch"):
+            held.append(context_api.get_current())
+            for number in range(3):
+                with on.managed_span("on", f"batch {number}"):
+                    pass
+                yield
+        with on.managed_span("on", "after"):
+            pass
+
+    @on.trace_fn(group, "generator")
+    async def generate_asynchronously():
+        with on.managed_span("on", "epoch"):
+            for number in range(3):
+                with on.managed_span("on", f"batch {number}"):
+                    pass
+                yield
+        with on.managed_span("on", "after"):
+            pass
+
+    async def consume():
+        async for _ in generate_asynchronously():
+            if group == "on":
+                assert current_name() == "consumer"
+
+    with on.span_cm("consumer"):
+        if asynchronous:
+            asyncio.run(consume())
+        else:
+            for _ in generate():
+                if group == "on":
+                    assert current_name() == "consumer"
+        assert current_name() == "consumer"
+    if held:  # somebody may keep the body's context
+        assert group == "off" or trace.get_current_span(held[0]).name == "epoch"
+    if group == "off":
+        return  # a plain generator shows its spans to its consumer
+    found = {span.name: span for span in exporter.get_finished_spans()}
+    parents = {name: span.parent and span.parent.span_id for name, span in found.items()}
+    ids = {name: span.context.span_id for name, span in found.items()}
+    assert parents == {
+        **{f"batch {number}": ids["epoch"] for number in range(3)},
+        "epoch": ids["generator"],
+        "after": ids["generator"],
+        "generator": ids["consumer"],
+        "consumer": None,
+    }
+
+
+@GROUPS
+def test_a_generator_that_changes_threads(on, exporter, group):
+    @on.trace_fn(group, "s")
+    def generate():
+        with on.managed_span("on", "inside") as inside:
+            yield
+            assert group == "off" or trace.get_current_span() is inside
+
+    generator = generate()
+    next(generator)
+    thread = threading.Thread(target=lambda: list(generator))
+    thread.start()
+    thread.join()
+    assert {span.name for span in exporter.get_finished_spans()} == {"inside", *(["s"] if group == "on" else [])}
+    assert current_name() is None
+
+
+@GROUPS
 def test_a_generator_closed_early_and_elsewhere(on, exporter, group, caplog):
     closed = []
 
@@ -553,11 +701,18 @@ def test_an_asynchronous_generator_closed_early(on, exporter, group, caplog):
         for _ in range(10):  # the event loop closes it in its next turns
             await asyncio.sleep(0)
 
+    async def abandon_at_the_end():
+        held.append(generate())
+        await anext(held[0])
+
+    held = []
     asyncio.run(close())
     asyncio.run(abandon())
+    asyncio.run(abandon_at_the_end())
     name = "s" if group == "on" else None
-    assert closed == [name, name]
-    assert len(exporter.get_finished_spans()) == (2 if group == "on" else 0)
+    assert closed == [name, name, name]
+    assert len(exporter.get_finished_spans()) == (3 if group == "on" else 0)
+    assert {span.status.status_code for span in exporter.get_finished_spans()} <= {StatusCode.UNSET}
     assert current_name() is None
     assert caplog.text == ""
 
