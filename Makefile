@@ -18,7 +18,7 @@ PIP := -m pip --disable-pip-version-check --quiet
 .PHONY: demo test bench instructions lint types sanitize clean
 
 demo: $(VENV)/.demo
-	$(VENV)/bin/python -m lensfast demo $(DEMO_OPTIONS)
+	@$(VENV)/bin/python -m lensfast demo $(DEMO_OPTIONS)
 
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest $(TEST_OPTIONS)
@@ -74,7 +74,7 @@ clean:
 
 # Says what is missing on a bare machine, before pip does in its own words.
 define check
-command -v $(1) > /dev/null || { echo "Python is not installed (Debian, Ubuntu: apt install python3 python3-venv)"; exit 1; }; \
+command -v $(1) > /dev/null || { echo "there is no $(1) here (Debian, Ubuntu: apt install python3 python3-venv)"; exit 1; }; \
 $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
     echo "lensfast needs Python 3.11 or newer; $(1) is $$($(1) --version). Choose another: make PYTHON=python3.12 ..."; exit 1; }; \
 $(1) -c 'import venv, ensurepip' 2> /dev/null || { \

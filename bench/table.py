@@ -39,7 +39,7 @@ def main() -> int:
     machine = results["machine_info"]
     print(f"CPython {machine['python_version']}, {machine['cpu'].get('brand_raw', machine['processor'])}")
     print("ratio = reference / site; best of many rounds in one process, interleaved, loop subtracted\n")
-    header = ["site", "backend", "site", "reference", "ratio", "target", ""]
+    header = ["call site", "backend", "lensfast", "reference", "ratio", "target", ""]
     table = [header, ["-" * len(title) for title in header]]
     for row in rows(results):
         table.append(
@@ -56,10 +56,10 @@ def main() -> int:
     if arguments.markdown:
         table[1] = ["---", "---", "---:", "---:", "---:", "---:", "---"]
         print("\n".join(f"| {' | '.join(line[:-1])} |" for line in table))
-        return 0
-    widths = [max(len(line[i]) for line in table) for i in range(len(header))]
-    for line in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    else:
+        widths = [max(len(line[i]) for line in table) for i in range(len(header))]
+        for line in table:
+            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     return 1 if any(line[-1] == "MISSED" for line in table) else 0
 
 

@@ -25,10 +25,10 @@ from conftest import BACKENDS, load_backend
 
 ROUNDS = int(os.environ.get("LENSFAST_BENCH_ROUNDS", "200"))
 
-NO_SLOWER = 0.95  # the same bytecode in both: the ratio is 1 but for noise
+NO_SLOWER = 0.9  # the same bytecode in both: the ratio is 1 but for noise, which reached a tenth in single runs
 WITH_NOOP = "with on the no-op object, over with on the floor object"
-MANY_GROUPS = "1,000 registered groups, over 8"
-HANDLE = "if handle, over nemo-lens is_span_group_enabled"
+MANY_GROUPS = "eight managed_span sites with 1,000 groups, over the same with 8"
+HANDLE = "if handle, over is_span_group_enabled of nemo-lens"
 ENABLED_OVER = "enabled, two attributes, over "
 
 # The least ratio (reference / site) of each row, on the C and on the Python backend.
@@ -168,7 +168,7 @@ def gate_copy(backend: str, directory: Path) -> ModuleType:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_groups(benchmark: Any, backend: str, tmp_path: Path) -> None:
-    """Eight groups, so that it does not depend on where the hash of one name falls."""
+    """The gate alone, which registering fills. Eight sites, so that no one name's hash decides."""
     package = load_backend(backend)["lensfast"]
     loops = {}
     for groups in (8, 1000):

@@ -1,6 +1,6 @@
 """lensfast: group-gated OpenTelemetry spans for training code, with the gate in C.
 
-The API is that of nemo.lens. See README.md.
+The API is that of nemo.lens, as far as spans, groups and set-up go. See README.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 It shows each way to write a call site: `with managed_span`, the same with `**{"dotted.key": value}`, `@trace_fn`, the
 explicit gate before `span_cm` or before work that only telemetry needs, and a span started by hand. Spans, groups and
-attributes are named as in Megatron. One process holds the whole model, so the communication calls transfer nothing.
+attributes are named as in Megatron. One process holds the whole model, so the communication calls transfer nothing,
+no activation is offloaded, and no span is linked to another rank's.
 """
 
 from __future__ import annotations
