@@ -94,8 +94,7 @@ def _redirect(contexts: list[weakref.ref[Context]], span: Span) -> None:
         if (context := reference()) is not None:
             dict.update(context, entry)
     if span.is_recording():
-        with suppress(TypeError):  # a span that can't be weakly referenced, or hashed, is no SDK span
-            _redirected.setdefault(span, []).extend(contexts)
+        _redirected.setdefault(span, []).extend(contexts)
 
 
 class OpenSpan:
@@ -121,11 +120,17 @@ class OpenSpan:
             context_api._RUNTIME_CONTEXT.detach(self._token)
         except Exception:
             in_order = False
-        contexts = _redirected.pop(self.span, []) if _redirected else []
+        if in_order and not _redirected:
+            return
+        contexts: list[weakref.ref[Context]] = []
+        with suppress(TypeError):  # a span that can't be hashed or weakly referenced was never put in
+            contexts = _redirected.pop(self.span, contexts)
         if not in_order:
             contexts.append(weakref.ref(self._context))
-        if contexts:
+        try:
             _redirect(contexts, trace.get_current_span(self._parent))
+        except Exception as failure:
+            report_failure("restore the context after span", self._recipe.name, failure)
 
     def suspend(self) -> None:
         """Between two items of a generator, the consumer's span is current again."""

@@ -552,6 +552,28 @@ def test_left_in_any_order(on, exporter, kind, order):
     assert not on._spans._redirected
 
 
+def test_a_foreign_span_left_in_any_order(on, exporter):
+    """A span of another library need not be hashable, nor weakly referable."""
+
+    class Odd(trace.NonRecordingSpan):
+        __slots__ = ()
+        __hash__ = None
+
+        def is_recording(self):
+            return True
+
+    class Tracer:
+        def start_span(self, name, **_):
+            return Odd(trace.INVALID_SPAN_CONTEXT)
+
+    open_managers = [on.span_cm("s", Tracer()) for _ in range(3)] + [on.span_cm("ours")]
+    for manager in open_managers:
+        manager.__enter__()
+    for manager in open_managers:
+        manager.__exit__(None, None, None)
+    assert [span.name for span in exporter.get_finished_spans()] == ["ours"]
+
+
 @EACH
 def test_an_abandoned_generator(on, exporter, kind, caplog):
     def generate():
