@@ -17,9 +17,12 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
+from ._backend import gate
+
 logger = logging.getLogger("lensfast.helpers")
 
 DEFAULT_REDACT_KEYS = frozenset({"prompt", "input_text", "output_text", "text", "password", "token", "secret", "key"})
+REDACTED = "[REDACTED]"
 _SCALAR_TYPES = (bool, int, float, str)
 
 # Dashboards filter on the original's instrumentation scopes, so these stay as they are.
@@ -57,7 +60,7 @@ def usable_attributes(
     for key, value in attributes.items():
         try:
             if isinstance(value, str):
-                usable[key] = "[REDACTED]" if key in redact_keys else value
+                usable[key] = REDACTED if key in redact_keys else value
             elif isinstance(value, _SCALAR_TYPES):
                 usable[key] = value
             elif isinstance(value, (list, tuple)) and all(isinstance(item, _SCALAR_TYPES) for item in value):
@@ -271,10 +274,7 @@ class GatedSpan(SpanManager):
     __slots__ = ()
 
     def __call__(self, *args: object, **kwargs: object) -> None:
-        raise TypeError(
-            "a managed span can't be used as a decorator: the group may be switched later, "
-            "and this object would not notice; decorate with trace_fn(group, name) instead"
-        )
+        gate.NOOP(*args, **kwargs)  # refuses to decorate, as the disabled span does
 
 
 class UngatedSpan(SpanManager):

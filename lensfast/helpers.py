@@ -22,6 +22,7 @@ from ._backend import gate, span_group
 from ._spans import (
     DEFAULT_REDACT_KEYS,
     PACKAGE_SCOPE,
+    REDACTED,
     GatedSpan,
     UngatedSpan,
     in_span,
@@ -45,7 +46,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def redact_value(key: str, value: str, redact_keys: frozenset[str] = DEFAULT_REDACT_KEYS) -> str:
     """`"[REDACTED]"` if `key` is in `redact_keys` (whole name, case-sensitive), else `value`."""
-    return "[REDACTED]" if key in redact_keys else value
+    return REDACTED if key in redact_keys else value
 
 
 def safe_set_span_attributes(

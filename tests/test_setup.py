@@ -63,6 +63,15 @@ def set_up(lensfast: ModuleType, span_exporter: Any = None, metric_reader: Any =
     )
 
 
+def assert_that_set_up_works(lensfast: ModuleType) -> None:
+    exporter = InMemorySpanExporter()
+    handle = set_up(lensfast, exporter)
+    with lensfast.managed_span("job", "work"):
+        pass
+    handle.shutdown()
+    assert span_names(exporter) == ["work"]
+
+
 def leave_open(manager: Any) -> None:
     """Enter `manager` for good, in a context that the next test does not see."""
     contextvars.copy_context().run(manager.__enter__)
@@ -320,12 +329,7 @@ def test_nothing_is_installed_where_nothing_is_exported(
 def test_disabled_first_does_not_stand_in_the_way_of_a_later_set_up(lensfast: ModuleType) -> None:
     lensfast.setup_telemetry(lensfast.NemoLensConfig())
     assert lensfast.handle._INITIALIZED is False
-    exporter = InMemorySpanExporter()
-    handle = set_up(lensfast, exporter)
-    with lensfast.managed_span("job", "work"):
-        pass
-    handle.shutdown()
-    assert span_names(exporter) == ["work"]
+    assert_that_set_up_works(lensfast)
 
 
 def test_a_disabled_handle_leaves_another_provider_alone(lensfast: ModuleType, exporter: InMemorySpanExporter) -> None:
@@ -517,12 +521,7 @@ def test_an_error_leaves_the_process_as_it_was(
     # So it can be done again, right.
     for name in environ:
         monkeypatch.delenv(name)
-    exporter = InMemorySpanExporter()
-    handle = set_up(lensfast, exporter)
-    with lensfast.managed_span("job", "work"):
-        pass
-    handle.shutdown()
-    assert span_names(exporter) == ["work"]
+    assert_that_set_up_works(lensfast)
 
 
 def test_a_variable_of_what_is_not_used_is_not_looked_at(
