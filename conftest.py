@@ -5,18 +5,20 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
-from opentelemetry import metrics, trace
+from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.util._once import Once
 
 BACKENDS = ("c", "python")
+ROOT = Path(__file__).resolve().parent
 _loaded: dict[str, dict[str, ModuleType]] = {}
 
 
@@ -32,7 +34,7 @@ def load_backend(backend: str) -> dict[str, ModuleType]:
                 if os.environ.get("LENSFAST_REQUIRE_EXTENSION") == "1":
                     pytest.fail(f"the C backend is required here: {reason}")
                 pytest.skip(f"no C backend: {reason}")
-            for module in pkgutil.iter_modules(package.__path__, "lensfast."):
+            for module in pkgutil.walk_packages(package.__path__, "lensfast."):
                 if module.name not in {"lensfast.__main__", "lensfast._gate"}:
                     importlib.import_module(module.name)
         finally:
@@ -48,27 +50,17 @@ def _take_modules() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-def reset_opentelemetry() -> None:
-    """Forget the global providers, which OpenTelemetry lets a process set once."""
-    provider = trace._TRACER_PROVIDER
-    if hasattr(provider, "shutdown"):
-        provider.shutdown()
-    trace._TRACER_PROVIDER = None
-    trace._TRACER_PROVIDER_SET_ONCE = Once()
-    meter_provider = metrics._internal._METER_PROVIDER
-    if hasattr(meter_provider, "shutdown"):
-        meter_provider.shutdown()
-    metrics._internal._METER_PROVIDER = None
-    metrics._internal._METER_PROVIDER_SET_ONCE = Once()
-    metrics._internal._PROXY_METER_PROVIDER = metrics._internal._ProxyMeterProvider()
-
-
-def reset_lensfast(package: ModuleType) -> None:
-    package.handle._INITIALIZED = False
-    package.set_enabled_span_groups(frozenset())
-    package.SpanRegistry.clear()
-    package.state.set_pp_trace_carrier(None)
-    package._spans._reported_failures.clear()
+def run_code(code: str, backend: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` as a program of its own on `backend`: python [arguments] program.py, in `directory`."""
+    load_backend(backend)
+    (directory / "program.py").write_text(code)
+    return subprocess.run(
+        [sys.executable, *arguments, "program.py"],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "LENSFAST_PURE_PYTHON": str(int(backend == "python"))},
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.fixture(params=BACKENDS)
@@ -81,11 +73,9 @@ def lensfast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     before = _take_modules()
     sys.modules.update(modules)
     package = modules["lensfast"]
-    reset_opentelemetry()
-    reset_lensfast(package)
+    package.testing.reset_telemetry()
     yield package
-    reset_lensfast(package)
-    reset_opentelemetry()
+    package.testing.reset_telemetry()
     _take_modules()
     sys.modules.update(before)
 

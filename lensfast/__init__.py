@@ -1,16 +1,18 @@
 """lensfast: group-gated OpenTelemetry spans for training code, with the gate in C.
 
-The API is that of nemo.lens, as far as spans, groups and set-up go. See README.md.
+The API is that of nemo.lens, all generations of it. See README.md.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace as _trace
 
 from ._backend import backend, span_group
+from ._install import accelerate, install, uninstall
 from .config import NemoLensConfig
+from .distributed import broadcast_trace_context, create_linked_span
 from .groups import SpanGroup, SpanRegistry
 from .handle import TelemetryHandle, ensure_run_id, setup_telemetry
 from .helpers import (
@@ -22,7 +24,16 @@ from .helpers import (
     span_cm,
     trace_fn,
 )
-from .package_info import __package_name__, __version__
+from .package_info import (
+    __contact_emails__,
+    __contact_names__,
+    __download_url__,
+    __homepage__,
+    __package_name__,
+    __repository_url__,
+    __version__,
+)
+from .propagation import extract_context, inject_context
 from .state import (
     enabled_span_groups,
     is_span_group_enabled,
@@ -47,13 +58,24 @@ __all__ = [
     "SpanGroup",
     "SpanRegistry",
     "TelemetryHandle",
+    "__contact_emails__",
+    "__contact_names__",
+    "__download_url__",
+    "__homepage__",
     "__package_name__",
+    "__repository_url__",
     "__version__",
+    "accelerate",
     "backend",
+    "broadcast_trace_context",
+    "create_linked_span",
     "enabled_span_groups",
     "ensure_run_id",
+    "extract_context",
     "get_meter",
     "get_tracer",
+    "inject_context",
+    "install",
     "is_span_group_enabled",
     "managed_span",
     "pending_span_groups",
@@ -67,8 +89,18 @@ __all__ = [
     "span_cm",
     "span_group",
     "trace_fn",
+    "uninstall",
     "unregister_export_strategy",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Recent consumers import it from here; few need the module.
+    if name == "derive_nv_dl_run_uuid":
+        from .resources.slurm import derive_nv_dl_run_uuid
+
+        return derive_nv_dl_run_uuid
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def get_tracer(name: str = "nemo.lens") -> Tracer:

@@ -1,4 +1,4 @@
-"""The lensfast command: `lensfast info` and `lensfast demo`."""
+"""The lensfast command and its sub-commands."""
 
 from __future__ import annotations
 
@@ -8,24 +8,40 @@ import logging
 import math
 import os
 import platform
+import shlex
+import socket
 import sys
 import timeit
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from importlib import metadata
 from typing import Any, TextIO
 
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span
+
 import lensfast
 
-from . import demo, demo_torch
+from . import demo, demo_torch, launch
 from ._backend import backend, backend_reason
+from ._spans import PACKAGE_SCOPE
 from .config import NemoLensConfig
 from .groups import SpanGroup, SpanRegistry, resolve_with_class
+from .handle import _Closer
 from .package_info import __version__
+from .providers import _build_span_emitter_provider
+from .resources.attributes import OTEL_RESOURCE_ATTRIBUTES_ENV, extend_otel_resource_attributes
+from .resources.slurm import derive_slurm_resource_attributes
+from .span_utilities import _seconds, emit_span
 from .state import enabled_span_groups
 
 LARGE_MODEL = (96, 64)
 """Layers and microbatches of a model for which the demo works out the cost, beside its own."""
+
+_EMIT_TIMEOUT_MS = 30_000
+"""How long emit-spans waits for a collector. It is more than the exporter does by itself, 10 s."""
 
 _BACKEND = "C backend" if backend == "c" else "Python backend"
 
@@ -38,15 +54,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1: spans were lost, or nobody reads the output; 2: wrong use, or something is not installed.
+        `emit-spans` returns 1 for spans that are not valid and 2 for what keeps them from being delivered.
 
     Raises:
         SystemExit: by argparse: with 0 after --help and --version, with 2 after a wrong option.
     """
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
     try:
         if arguments.command == "demo":
             options = demo.Options(arguments.steps, arguments.microbatches, arguments.layers, arguments.model)
             status = _demo(options, arguments.span_groups, arguments.exporter)
+        elif arguments.command == "emit-spans":
+            status = _emit_spans(arguments.service, arguments.span)
+        elif arguments.command == "set-slurm-resource-attrs":
+            if arguments.stage == "sbatch" and arguments.container_image is not None:
+                parser.error("set-slurm-resource-attrs: --container-image goes with --stage task")
+            _set_slurm_resource_attrs(arguments.stage, arguments.container_image)
+            status = 0
+        elif arguments.command == "run":
+            program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+            if not program:
+                parser.error("run: no program is given: lensfast run -- python train.py")
+            status = launch.launch(program, arguments.accelerate)
         else:
             status = 0
             for name, value in _info():
@@ -64,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="lensfast", description="Group-gated OpenTelemetry spans for training code, with the gate in C."
     )
     parser.add_argument("--version", action="version", version=f"lensfast {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="{info,demo}")
+    commands = parser.add_subparsers(dest="command", metavar="{info,demo,run,emit-spans,set-slurm-resource-attrs}")
     commands.add_parser("info", help="print versions, the backend and what the environment enables (the default)")
     demo_parser = commands.add_parser(
         "demo",
@@ -81,6 +111,35 @@ def _parser() -> argparse.ArgumentParser:
     add("--microbatches", default=defaults.microbatches, type=_positive, metavar="N", help="microbatches in a step")
     add("--layers", default=defaults.layers, type=_positive, metavar="N", help="layers of the model")
     add("--model", default=defaults.model, choices=("loop", "torch"), help="arithmetic, or a tiny GPT on the CPU")
+    run_parser = commands.add_parser(
+        "run",
+        help="run a program that imports nemo.lens on lensfast",
+        usage="lensfast run [--accelerate] -- PROGRAM [ARGUMENT ...]",
+        description="Run a program, such as `python train.py` or `torchrun ...`, so that in it and in its child "
+        "processes nemo.lens is lensfast. LENSFAST_AUTO=install|accelerate|off in the environment steers it.",
+    )
+    run_parser.add_argument(
+        "--accelerate", action="store_true", help="keep the installed nemo-lens and replace only its hot functions"
+    )
+    run_parser.add_argument("program", nargs=argparse.REMAINDER, help="the program and its arguments, after --")
+    emit_parser = commands.add_parser(
+        "emit-spans",
+        help="send spans of intervals that have already happened",
+        description="Send spans, all or none, to the exporter that NEMO_LENS_EXPORTER names. Times are seconds since "
+        "the epoch, such as `date +%s.%N` prints; PARENT is the name of another of these spans. Exit status: 1: the "
+        "spans are not valid; 2: they could not be delivered.",
+    )
+    emit_parser.add_argument("--service", required=True, metavar="NAME", help="the resource's service.name")
+    emit_parser.add_argument("--span", required=True, action="append", metavar="NAME,START,END[,PARENT]")
+    slurm_parser = commands.add_parser(
+        "set-slurm-resource-attrs",
+        help="print what gives a SLURM job's processes its resource attributes",
+        description="Print one line of shell, for eval, that adds to OTEL_RESOURCE_ATTRIBUTES what is known of the "
+        "SLURM job. What the variable already has stays.",
+    )
+    add = slurm_parser.add_argument
+    add("--stage", required=True, choices=("sbatch", "task"), help="in the batch script, or in each task of srun")
+    add("--container-image", metavar="X", help="the image that the task runs in")
     return parser
 
 
@@ -107,6 +166,88 @@ def _info() -> Iterator[tuple[str, str]]:
     enabled = ", ".join(sorted(enabled_span_groups()))
     yield "enabled groups", enabled or "none (each process enables its own, by setup_telemetry())"
     yield "environment", _environment()
+
+
+def _emit_spans(service: str, specs: Sequence[str]) -> int:
+    spans, problems = _parse_spans(specs)
+    if not service.strip():
+        problems.append("--service is empty")
+    if problems:
+        for problem in problems:
+            print(f"lensfast emit-spans: error: {problem}", file=sys.stderr)
+        print("nothing emitted: invalid span input", file=sys.stderr)
+        return 1
+    try:
+        provider, exporter = _build_span_emitter_provider(service)
+    except (ImportError, ValueError) as error:
+        print(f"lensfast emit-spans: error: {error}", file=sys.stderr)
+        return 2
+    tracer = provider.get_tracer(PACKAGE_SCOPE)
+    emitted: dict[str, Span] = {}
+    for name, (start, end, parent) in spans.items():
+        context = trace.set_span_in_context(emitted[parent], Context()) if parent else Context()
+        emitted[name] = emit_span(tracer, name, start, end, context=context) or trace.INVALID_SPAN
+    closer = _Closer()
+    closer.close("spans", provider, _EMIT_TIMEOUT_MS)
+    if closer.is_alive():
+        closer.join(_EMIT_TIMEOUT_MS / 1000)
+    if closer.is_alive() or exporter.failed:
+        reason = f"not within {_EMIT_TIMEOUT_MS / 1000:g} s" if closer.is_alive() else "the exporter failed"
+        print(f"lensfast emit-spans: error: the spans could not be delivered: {reason}", file=sys.stderr)
+        return 2
+    for name, span in emitted.items():
+        ids = span.get_span_context()
+        if ids.trace_flags.sampled:
+            print(f"emitted {name}: trace {ids.trace_id:032x}, span {ids.span_id:016x}", file=sys.stderr)
+        else:
+            print(f"not emitted: {name} (OTEL_TRACES_SAMPLER or OTEL_SDK_DISABLED)", file=sys.stderr)
+    return 0
+
+
+def _parse_spans(specs: Sequence[str]) -> tuple[dict[str, tuple[str, str, str]], list[str]]:
+    """name -> (start, end, parent or ""), parents first; and what is wrong with `specs`."""
+    spans: dict[str, tuple[str, str, str]] = {}
+    problems = []
+    for spec in specs:
+        fields = [field.strip() for field in spec.split(",")]
+        if len(fields) not in {3, 4}:
+            problems.append(f"--span {spec!r} is not NAME,START,END[,PARENT]")
+            continue
+        name, start, end, parent = (*fields, "")[:4]
+        if not name or not name.isprintable():
+            problems.append(f"--span {spec!r} has no printable NAME")
+        if name in spans:
+            problems.append(f"--span {spec!r}: another span has the name {name!r}")
+        for argument, text in (("START", start), ("END", end)):
+            try:
+                if _seconds(text, argument) < 0:
+                    problems.append(f"--span {spec!r}: {argument} is before 1970, which OTLP can't carry")
+            except ValueError as error:
+                problems.append(f"--span {spec!r}: {error}")
+        spans[name] = start, end, parent
+    for name, (*_, parent) in spans.items():
+        if parent and parent not in spans:
+            problems.append(f"--span {name}: there is no span {parent!r} to be its parent")
+    parents = {name: {parent} if parent else set() for name, (*_, parent) in spans.items()}
+    try:
+        ordered = [name for name in TopologicalSorter(parents).static_order() if name in spans]
+    except CycleError as error:
+        problems.append(f"the parents go round in a circle: {' > '.join(error.args[1])}")
+        ordered = []
+    return {name: spans[name] for name in ordered}, problems
+
+
+def _set_slurm_resource_attrs(stage: str, container_image: str | None) -> None:
+    derived = derive_slurm_resource_attributes()
+    if stage == "sbatch":
+        # The batch script runs on one node; the place of that is not the tasks' place.
+        derived = {key: value for key, value in derived.items() if not key.startswith("slurm.topology.")}
+    else:
+        derived["host.name"] = socket.gethostname()
+        if container_image:
+            derived["nv.dl.launch.container.image"] = container_image
+    text = extend_otel_resource_attributes(os.environ.get(OTEL_RESOURCE_ATTRIBUTES_ENV), defaults=derived)
+    print(f"export {OTEL_RESOURCE_ATTRIBUTES_ENV}={shlex.quote(text)}")
 
 
 def _environment() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -46,7 +47,8 @@ class NemoLensConfig:
     _span_group_cls: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.export_sample_rate, (int, float)) or not 0.0 <= self.export_sample_rate <= 1.0:
+        # Real rather than float: numpy's numbers, for one, are such.
+        if not isinstance(self.export_sample_rate, numbers.Real) or not 0.0 <= self.export_sample_rate <= 1.0:
             raise ValueError(f"export_sample_rate must be from 0.0 to 1.0, not {self.export_sample_rate!r}")
 
     def check_types(self) -> None:
@@ -55,11 +57,11 @@ class NemoLensConfig:
         Raises:
             TypeError: a field is of the wrong type; the text names it.
         """
-        for config_field in fields(self):
+        for config_field in fields(NemoLensConfig):
             name, value = config_field.name, getattr(self, config_field.name)
             if config_field.type == "bool" and isinstance(value, str):
                 raise TypeError(f"NemoLensConfig.{name} must be True or False, not {value!r}")
-            if config_field.type in ("int", "float") and not isinstance(value, (int, float)):
+            if config_field.type in ("int", "float") and not isinstance(value, numbers.Real):
                 raise TypeError(f"NemoLensConfig.{name} must be a number, not {value!r}")
             if config_field.type == "str" and not isinstance(value, str):
                 raise TypeError(f"NemoLensConfig.{name} must be a str, not {value!r}")
@@ -121,7 +123,9 @@ class NemoLensConfig:
             service_name=os.environ.get("OTEL_SERVICE_NAME", "").strip() or "nemo",
             export_strategy=text("EXPORT_STRATEGY", "single_rank"),
             export_rank=read("EXPORT_RANK", -1, int, "an integer (negative: the last rank)"),
-            export_sample_rate=read("EXPORT_SAMPLE_RATE", 1.0, _parse_rate, "a number from 0.0 to 1.0"),
+            export_sample_rate=read(
+                "EXPORT_SAMPLE_RATE", 1.0, _parse_rate, "a number from 0.0 to 1.0 (export_sample_rate)"
+            ),
             sampler_enabled=flag("SAMPLER_ENABLED", False),
             traces_enabled=flag("TRACES_ENABLED", True),
             metrics_enabled=flag("METRICS_ENABLED", True),

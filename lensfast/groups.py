@@ -261,6 +261,8 @@ def resolve_with_class(
     A name counts if either knows it, and means what both of them say together.
     """
     from_registry, unknown = snapshot.resolve(spec)
+    if not snapshot.groups:
+        unknown |= {ALL}  # of an empty registry it names nothing, so the class is to say whether it is a name
     try:
         return span_group_cls.resolve(spec) | from_registry, frozenset()
     except ValueError:

@@ -31,6 +31,20 @@ logger = logging.getLogger(__name__)
 _INITIALIZED = False
 
 
+def __getattr__(name: str) -> Any:
+    # Imported when asked for: it is half of what `import lensfast` would take.
+    if name == "metrics":
+        from opentelemetry import metrics
+
+        globals()["metrics"] = metrics
+        return metrics
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _metrics() -> Any:
+    return globals().get("metrics") or __getattr__("metrics")
+
+
 class TelemetryHandle:
     """What setup_telemetry returns."""
 
@@ -67,11 +81,9 @@ class TelemetryHandle:
         if self._closed:
             return
         self._closed = True
-        from opentelemetry import metrics  # half of what `import lensfast` would take
-
         providers: dict[str, Any] = {"spans": trace.get_tracer_provider()}
         if os.getpid() == self._pid:
-            providers["metrics"] = metrics.get_meter_provider()
+            providers["metrics"] = _metrics().get_meter_provider()
         try:
             from opentelemetry._logs import get_logger_provider
 
@@ -185,15 +197,14 @@ def setup_telemetry(
     Not thread-safe: call it from the main thread.
     """
     global _INITIALIZED
-    if not isinstance(config, NemoLensConfig):
+    # By name: one of nemo.lens's own, made before install(), will do.
+    if not isinstance(config, NemoLensConfig) and type(config).__name__ != NemoLensConfig.__name__:
         raise TypeError(f"setup_telemetry() takes a NemoLensConfig, not {type(config).__name__}")
-    config.check_types()
+    NemoLensConfig.check_types(config)
     if _INITIALIZED and config.enabled and not _allow_reinit:
         raise RuntimeError(
             "telemetry has already been initialised in this process; call setup_telemetry() once, and keep its handle"
         )
-    from opentelemetry import metrics
-
     ensure_run_id(config)
     exporting = _should_export(config, rank, world_size, export_strategy) and config.enabled
     if exporting and os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() in TRUE_WORDS:
@@ -208,7 +219,7 @@ def setup_telemetry(
             )  # fmt: skip
         state.set_enabled_span_groups(frozenset())
         _INITIALIZED = _INITIALIZED or config.enabled
-        return _OffHandle(trace.get_tracer(PACKAGE_SCOPE), metrics.get_meter(PACKAGE_SCOPE))
+        return _OffHandle(trace.get_tracer(PACKAGE_SCOPE), _metrics().get_meter(PACKAGE_SCOPE))
 
     from .providers import build_providers
 
@@ -216,7 +227,7 @@ def setup_telemetry(
     reaches_exporter = build_providers(config, rank, world_size, resource_attributes, span_exporter, metric_reader)
     state.follow_spec(config.span_groups, config._span_group_cls, built_in_groups=True)
     _INITIALIZED = True
-    handle = TelemetryHandle(trace.get_tracer(PACKAGE_SCOPE), metrics.get_meter(PACKAGE_SCOPE), reaches_exporter)
+    handle = TelemetryHandle(trace.get_tracer(PACKAGE_SCOPE), _metrics().get_meter(PACKAGE_SCOPE), reaches_exporter)
     _shut_down_at_exit(handle)
     return handle
 

@@ -18,7 +18,9 @@ from . import package_info
 from ._otlp import NEEDS_SDK, build_exporter, check_variables, forget_collectors
 from .helpers import _scoped_attributes, safe_set_span_attributes
 from .resources import detect_resource
+from .resources.attributes import get_otel_resource_attributes
 from .sampling import RankAwareSampler
+from .semconv.resources import normalize_resource_attributes
 
 if TYPE_CHECKING:
     from .config import NemoLensConfig
@@ -258,19 +260,29 @@ def _meter_provider_is_taken() -> bool:
 def _build_resource(
     config: NemoLensConfig, rank: int, world_size: int, resource_attributes: Mapping[str, Any] | None
 ) -> Any:
+    """The resource, in the form of the generation that the caller's attributes speak.
+
+    0.1.0 and 0.2: dl.rank and dl.world_size from the arguments. Nightly, which is where `nv.dl.rank` is given or
+    inherited: neither of them, SLURM as that generation detects it, and numbers of OTEL_RESOURCE_ATTRIBUTES as such.
+    """
     from opentelemetry.sdk.resources import Resource
 
+    given = resource_attributes or {}
+    inherited = normalize_resource_attributes(get_otel_resource_attributes())
+    # The nightly generation has no rank parameters: its callers, or their launchers, say the rank by this attribute.
+    nightly_rank = given.get("nv.dl.rank", inherited.get("nv.dl.rank"))
+    nightly = nightly_rank not in (None, "")
     attributes: dict[str, Any] = {
+        **(inherited if nightly else {"dl.rank": rank, "dl.world_size": world_size}),
         "service.name": config.service_name,
         "service.version": package_info.__version__,
-        "dl.rank": rank,
-        "dl.world_size": world_size,
     }
     if config.run_id:
-        # The newer generation has no rank parameter: its callers say it by this attribute.
-        named_rank = (resource_attributes or {}).get("nv.dl.rank", rank)
         attributes["nemo.run.id"] = config.run_id
-        attributes["service.instance.id"] = f"{config.run_id}-rank{named_rank}"
+        # Only here may there be one already: that of OTEL_RESOURCE_ATTRIBUTES.
+        attributes["service.instance.id"] = (
+            attributes.get("service.instance.id") or f"{config.run_id}-rank{nightly_rank if nightly else rank}"
+        )
     for key, value in (
         ("nemo.user.id", config.user),
         ("wandb.entity", config.wandb_entity),
@@ -279,7 +291,8 @@ def _build_resource(
     ):
         if value:
             attributes[key] = value
-    return Resource.create({**attributes, **(resource_attributes or {}), **detect_resource()})
+    detected = detect_resource(os.environ if nightly else None)
+    return Resource.create({**attributes, **given, **detected})
 
 
 def _reject_exporter(name: object) -> None:
@@ -364,3 +377,74 @@ def _check_batch_variables() -> None:
                 f"{prefix}_MAX_EXPORT_BATCH_SIZE ({batch}, default 512) must not be larger than "
                 f"{prefix}_MAX_QUEUE_SIZE ({queue}, default 2048)"
             )
+
+
+class _ExportResultTrackingSpanExporter:
+    """Passes everything on to an exporter, and remembers whether an export did not succeed."""
+
+    def __init__(self, exporter: Any) -> None:
+        self._exporter = exporter
+        self.failed = False
+
+    def export(self, spans: Any) -> Any:
+        try:
+            result = self._exporter.export(spans)
+        except BaseException:
+            self.failed = True
+            raise
+        self.failed |= getattr(result, "name", "") != "SUCCESS"
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return bool(self._exporter.force_flush(timeout_millis))
+
+
+# More than the arguments of a command can name; the queue would drop what is beyond its size.
+_EMITTER_QUEUE_SIZE = 2**18
+
+
+def _build_span_emitter_provider(
+    service_name: str, span_exporter: Any = None
+) -> tuple[Any, _ExportResultTrackingSpanExporter]:
+    """A provider that is not global, for a process that only hands in spans that it was told of.
+
+    Args:
+        service_name: the resource's service.name; the rest is detected.
+        span_exporter: default: the one that NEMO_LENS_EXPORTER names.
+
+    Returns:
+        The provider, and its exporter, whose `failed` is true once an export did not succeed.
+
+    Raises:
+        ImportError: the SDK or the OTLP exporter is not installed.
+        ValueError: an unknown exporter, or an environment variable that can't be worked with.
+    """
+    try:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ImportError(f"{NEEDS_SDK} ({error})") from error
+    from .config import NemoLensConfig
+
+    config = NemoLensConfig.from_env()
+    if span_exporter is None:
+        if config.exporter == "otlp":
+            check_variables(["traces"])
+        span_exporter = _build_span_exporter(config)
+    _check_batch_variables()
+    exporter: Any = _ExportResultTrackingSpanExporter(span_exporter)
+    resource = Resource.create(
+        {
+            **normalize_resource_attributes(get_otel_resource_attributes()),
+            **detect_resource(os.environ),
+            "service.name": service_name,
+        }
+    )
+    ids: Any = SeedIndependentIdGenerator()
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=ids)
+    provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=_EMITTER_QUEUE_SIZE))
+    return provider, exporter

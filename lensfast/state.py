@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 from . import groups as _groups
@@ -39,7 +41,9 @@ _span_group_cls: Any = None  # an older group class whose names count beside the
 _built_in_groups = False  # whether SpanGroup stands in while the registry is empty
 _pending: frozenset[str] = frozenset()
 _reported: tuple[str, frozenset[str]] | None = None
-_pp_trace_carrier: dict[str, Any] | None = None
+# The original's names, which tests of its users assign to.
+_ENABLED_GROUPS: frozenset[str] = gate.enabled()
+_PP_TRACE_CARRIER: dict[str, Any] | None = None
 
 if hasattr(os, "register_at_fork"):
     # A fork while another thread held one of these must not leave the child waiting for ever.
@@ -57,15 +61,40 @@ def set_enabled_span_groups(groups: Iterable[str]) -> None:
         TypeError: `groups` is not a collection of hashable values, or is a str.
     """
     global _spec, _span_group_cls, _pending, _reported
+    exact = _exact(groups)
+    with _LOCK:
+        _spec, _span_group_cls, _pending, _reported = None, None, frozenset(), None
+        _publish(exact)
+
+
+def _exact(groups: Iterable[str]) -> frozenset[str]:
     if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable):
         raise TypeError(
             f"set_enabled_span_groups() takes a set of group names, such as frozenset({{'step'}}), not {groups!r}; "
             "for a spec string use set_span_group_spec()"
         )
-    exact = frozenset(groups)
-    with _LOCK:
-        _spec, _span_group_cls, _pending, _reported = None, None, frozenset(), None
-        gate.publish(exact)
+    return frozenset(groups)
+
+
+def _publish(groups: frozenset[str]) -> None:
+    """Move the gate. Call with _LOCK held."""
+    global _ENABLED_GROUPS
+    _ENABLED_GROUPS = groups
+    gate.publish(groups)
+
+
+class _StateModule(ModuleType):
+    """This module: assigning to its `_ENABLED_GROUPS` from outside moves the gate, as in the original."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_ENABLED_GROUPS":
+            with _LOCK:
+                _publish(_exact(value))
+        else:
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _StateModule
 
 
 def set_span_group_spec(spec: str) -> None:
@@ -130,13 +159,13 @@ def pending_span_groups() -> frozenset[str]:
 
 def set_pp_trace_carrier(carrier: dict[str, Any] | None) -> None:
     """Keep the trace carrier of the pipeline-parallel peer, for this process."""
-    global _pp_trace_carrier
-    _pp_trace_carrier = carrier
+    global _PP_TRACE_CARRIER
+    _PP_TRACE_CARRIER = carrier
 
 
 def get_pp_trace_carrier() -> dict[str, Any] | None:
     """The object last given to set_pp_trace_carrier, None before."""
-    return _pp_trace_carrier
+    return _PP_TRACE_CARRIER
 
 
 def _resolve() -> str | None:
@@ -156,7 +185,7 @@ def _resolve() -> str | None:
     if _spec is not spec:
         return None  # a signal handler has set something else
     _pending = pending
-    gate.publish(enabled)
+    _publish(enabled)
     message = _warning(spec, enabled, pending, snapshot, span_group_cls)
     condition = (message.split(":")[0], pending) if message else None
     if condition == _reported:

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from conftest import BACKENDS, load_backend
-
-ROOT = Path(__file__).resolve().parent.parent
+from conftest import BACKENDS, ROOT, run_code
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_quickstart(backend, tmp_path):
-    load_backend(backend)
     section = (ROOT / "README.md").read_text().partition("## Quickstart")[2]
-    (tmp_path / "quickstart.py").write_text(re.search(r"```python\n(.*?)```", section, re.DOTALL)[1])
-    result = subprocess.run(
-        [sys.executable, "quickstart.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "LENSFAST_PURE_PYTHON": str(int(backend == "python"))},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    result = run_code(re.search(r"```python\n(.*?)```", section, re.DOTALL)[1], backend, tmp_path)
+    assert result.returncode == 0, result.stderr
     printed = [json.loads(line) for line in result.stdout.splitlines()]
     spans = [record for record in printed if "parent_id" in record]
     assert [span["name"] for span in spans] == ["mytrainer.step"] * 3 + ["mytrainer.train"]

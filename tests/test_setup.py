@@ -966,7 +966,7 @@ def test_resource_precedence(lensfast: ModuleType, monkeypatch: pytest.MonkeyPat
         user="ada",
         wandb_entity="team",
         wandb_project="speech",
-        resource_attributes={"mine": 1, "nemo.user.id": "caller", "host.name": "caller", "nv.dl.rank": 5},
+        resource_attributes={"mine": 1, "nemo.user.id": "caller", "host.name": "caller"},
         run_id="r",
         export_strategy="all_ranks",
     )
@@ -977,7 +977,7 @@ def test_resource_precedence(lensfast: ModuleType, monkeypatch: pytest.MonkeyPat
     assert resource["nemo.user.id"] == "caller"
     assert resource["host.name"] == socket.gethostname()
     assert (resource["wandb.entity"], resource["wandb.project"]) == ("team", "speech")
-    assert resource["service.instance.id"] == "r-rank5"
+    assert resource["service.instance.id"] == "r-rank0"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,395 @@
+"""Makes programs that import nemo.lens run on lensfast: install() in its place, accelerate() beside it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from importlib.machinery import ModuleSpec
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from . import _backend, handle, helpers, state, strategies
+from .package_info import __version__
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+else:
+    # The module of these base classes takes milliseconds to import, and the import system does not ask for them.
+    Loader = MetaPathFinder = object
+
+__all__ = ["accelerate", "install", "uninstall"]
+
+logger = logging.getLogger("lensfast")
+
+_OURS = __package__
+_THEIRS = "nemo.lens"
+# Consumers check where these come from; nothing else is renamed, so that pickles stay readable without install().
+_PRESENTED = (helpers, state)
+_HOT = ((helpers, ("managed_span", "span_cm", "trace_fn")), (state, ("is_span_group_enabled",)))
+_ACCELERATED_VERSIONS = frozenset({"0.1.0"})
+
+_lock = threading.RLock()
+_undo: list[Callable[[], object]] = []  # what uninstall() does, last first
+
+
+def install() -> None:
+    """Make `nemo.lens` and its submodules be lensfast, in this process, from now on.
+
+    `import nemo.lens.helpers` then gives lensfast's own module object, whether nemo-lens is installed or not. A
+    submodule that lensfast lacks still comes from an installed nemo-lens. A `nemo` package that belongs to somebody
+    else keeps its place; only its `lens` is lensfast. Modules that imported nemo.lens before have their references
+    replaced, and what they had set up (enabled groups, registrations, strategies) is taken over; functions they had
+    already decorated stay as they are and follow lensfast's gate.
+
+    Functions of `nemo.lens.helpers` and `nemo.lens.state` say so in their `__module__`. One INFO record on the logger
+    `lensfast` says what was done. A second call does nothing; after accelerate(), it takes its place. Processes that
+    are started by `spawn` or `exec` need a call of their own, or `lensfast run`. Call it from the main thread, early.
+    """
+    with _lock:
+        if any(isinstance(finder, _LensFinder) for finder in sys.meta_path):
+            return
+        _undo_all()
+        finders = _LensFinder(), _NemoFinder()
+        replaced = _replace_imported()
+        sys.meta_path.insert(0, finders[0])
+        sys.meta_path.append(finders[1])
+        _undo.append(lambda: _remove_finders(*finders))
+        _present()
+        from importlib import metadata
+
+        try:
+            other = f"nemo-lens {metadata.version('nemo-lens')}, which is installed, is not used"
+        except metadata.PackageNotFoundError:
+            other = "nemo-lens is not installed"
+        logger.info(
+            "nemo.lens is lensfast %s (%s gate) from now on; %s; %d earlier references to it were replaced",
+            __version__, _backend.backend, other, replaced,
+        )  # fmt: skip
+
+
+def accelerate() -> None:
+    """Keep the nemo-lens that is installed, and give it lensfast's gate.
+
+    Only `managed_span`, `span_cm`, `trace_fn` and `is_span_group_enabled` are replaced, wherever a module holds them;
+    set-up, exporters, configuration and all the rest stay nemo-lens's. The gate follows nemo.lens.state, also where its
+    `_ENABLED_GROUPS` is assigned to. Done at once where nemo.lens has been imported, else when it is.
+
+    Knows nemo-lens 0.1.0. Any other version is left alone, with a warning. One INFO record on the logger `lensfast`
+    says what was done. A second call, or one after install(), does nothing. uninstall() reverses it.
+    """
+    with _lock:
+        if _undo:
+            return
+        if _THEIRS in sys.modules:
+            _accelerate_imported()
+        else:
+            finder = _AccelerateOnImport()
+            sys.meta_path.insert(0, finder)
+            _undo.append(lambda: _remove_finders(finder))
+
+
+def uninstall() -> None:
+    """Reverse install() or accelerate(): `nemo.lens` is again what it was, and so are references taken before.
+
+    References taken in between keep lensfast's functions, which go on working. The groups enabled now stay so in the
+    nemo.lens that was there before. Does nothing where nothing was installed.
+    """
+    with _lock:
+        _undo_all()
+
+
+def _undo_all() -> None:
+    while _undo:
+        _undo.pop()()
+
+
+def _remove_finders(*finders: MetaPathFinder) -> None:
+    for finder in finders:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+
+class _LensFinder(MetaPathFinder):
+    """First in sys.meta_path: finds lensfast's modules under nemo.lens, and nemo-lens's own where there is none."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _THEIRS and not fullname.startswith(f"{_THEIRS}."):
+            return None
+        ours = _OURS + fullname[len(_THEIRS) :]
+        if _importable(ours):
+            return ModuleSpec(
+                fullname, _AliasLoader(ours), is_package=hasattr(importlib.import_module(ours), "__path__")
+            )
+        return self.original(fullname)
+
+    def original(self, fullname: str) -> ModuleSpec | None:
+        """Where `fullname` would come from without this finder."""
+        parent, _, _ = fullname.rpartition(".")
+        if parent == "nemo":
+            search: Iterable[str] | None = getattr(sys.modules[parent], "__path__", None)
+        else:
+            package = self.original(parent)
+            search = package.submodule_search_locations if package else None
+        return None if search is None else _find_without(self, fullname, list(search))
+
+
+class _AliasLoader(Loader):
+    """Gives a module that exists already."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system has just put the alias's spec there.
+        module.__spec__ = self._spec
+
+
+class _NemoFinder(MetaPathFinder):
+    """Last in sys.meta_path: an empty `nemo` where there is none."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec("nemo", None, is_package=True) if fullname == "nemo" else None
+
+
+class _AccelerateOnImport(MetaPathFinder):
+    """First in sys.meta_path until nemo.lens is imported, which it accelerates then."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = _find_without(self, fullname, path) if fullname == _THEIRS else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _AcceleratingLoader(spec.loader)
+        return spec
+
+
+class _AcceleratingLoader(Loader):
+    """Loads nemo.lens as `loader` does, and accelerates it."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        with _lock:
+            _undo_all()
+            _accelerate_imported()
+
+
+def _find_without(excluded: MetaPathFinder, fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """What the finders other than `excluded` find."""
+    for finder in list(sys.meta_path):
+        if finder is not excluded:
+            spec = finder.find_spec(fullname, path)
+            if spec is not None:
+                return spec
+    return None
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _their_name(module: ModuleType) -> str:
+    return _THEIRS + module.__name__[len(_OURS) :]
+
+
+def _present() -> None:
+    """Let the functions of helpers and state say that they are nemo.lens's."""
+    renamed = [
+        (function, module.__name__, _their_name(module))
+        for module in _PRESENTED
+        for function in map(vars(module).get, module.__all__)
+        if getattr(function, "__module__", None) == module.__name__
+    ]
+
+    def restore() -> None:
+        for function, name, _ in renamed:
+            function.__module__ = name
+
+    _undo.append(restore)
+    for function, _, name in renamed:
+        function.__module__ = name
+
+
+def _rebind(replacements: Iterable[tuple[object, object]], modules: Iterable[object]) -> int:
+    """Replace objects wherever a global name of `modules` holds them; returns in how many places."""
+    by_id = {id(old): (old, new) for old, new in replacements}
+    rebound: list[tuple[dict[str, Any], str, object, object]] = []
+    for module in modules:
+        if not isinstance(module, ModuleType):
+            continue
+        # Past a __getattribute__ of the module's own, which may import something.
+        namespace: dict[str, Any] = ModuleType.__getattribute__(module, "__dict__")
+        for name, value in list(namespace.items()):
+            if id(value) in by_id:
+                old, new = by_id[id(value)]
+                namespace[name] = new
+                rebound.append((namespace, name, old, new))
+
+    def restore() -> None:
+        for namespace, name, old, new in rebound:
+            if namespace.get(name) is new:
+                namespace[name] = old
+
+    _undo.append(restore)
+    return len(rebound)
+
+
+def _imported() -> dict[str, ModuleType]:
+    """nemo.lens and those of its submodules that are imported, by name."""
+    return {name: module for name, module in sys.modules.items() if f"{name}.".startswith(f"{_THEIRS}.")}
+
+
+def _replace_imported() -> int:
+    """Put lensfast where nemo.lens has been imported already; returns how many references were replaced."""
+    originals = _imported()
+    nemo_was_there = "nemo" in sys.modules
+
+    def restore() -> None:
+        imported = _imported()
+        for name, module in imported.items():
+            parent, _, child = name.rpartition(".")
+            if vars(module)["__name__"] == name and parent in imported:
+                # Of a submodule that lensfast lacks, the import system has put an attribute on lensfast's package.
+                vars(imported[parent]).pop(child, None)
+            del sys.modules[name]
+        sys.modules.update(originals)
+        nemo = sys.modules.get("nemo")
+        if nemo is None:
+            return
+        if originals:
+            nemo.lens = originals[_THEIRS]  # type: ignore[attr-defined]
+            originals[f"{_THEIRS}.state"].set_enabled_span_groups(state.enabled_span_groups())
+        elif nemo_was_there or list(nemo.__path__):
+            vars(nemo).pop("lens", None)
+        else:
+            del sys.modules["nemo"]
+
+    _undo.append(restore)
+    pairs: list[tuple[object, object]] = []
+    gates: list[tuple[object, object]] = []
+    for name, original in originals.items():
+        ours = _OURS + name[len(_THEIRS) :]
+        if not _importable(ours):
+            continue
+        module = importlib.import_module(ours)
+        named = [
+            (value, getattr(module, attribute))
+            for attribute, value in vars(original).items()
+            if not attribute.startswith("_")
+            and getattr(value, "__module__", None) == name
+            and hasattr(module, attribute)
+        ]
+        pairs += [(original, module), *named]
+        if module in _PRESENTED:
+            gates += named
+        sys.modules[name] = module
+    # What goes on using the original, such as a function it has decorated, keeps its insides and obeys our gate.
+    _rebind(gates, originals.values())
+    if originals:
+        _take_over(originals)
+    return _rebind(pairs, list(sys.modules.values()))
+
+
+def _take_over(originals: dict[str, ModuleType]) -> None:
+    """What a program has set up in the original counts here, too."""
+
+    def theirs(module: str, name: str) -> Any:
+        return getattr(originals.get(f"{_THEIRS}.{module}"), name, None)
+
+    state.set_enabled_span_groups(theirs("state", "_ENABLED_GROUPS") or frozenset())
+    state.set_pp_trace_carrier(theirs("state", "_PP_TRACE_CARRIER"))
+    handle._INITIALIZED = bool(handle._INITIALIZED or theirs("handle", "_INITIALIZED"))
+    for name, strategy in (theirs("strategies", "_REGISTRY") or {}).items():
+        if getattr(strategy, "__module__", None) != f"{_THEIRS}.strategies":
+            strategies.register_export_strategy(name, strategy, allow_override=True)
+
+
+def _accelerate_imported() -> None:
+    lens = sys.modules[_THEIRS]
+    version = getattr(lens, "__version__", "of unknown version")
+    their_state = importlib.import_module(f"{_THEIRS}.state")
+    set_groups = getattr(their_state, "set_enabled_span_groups", None)
+    if (
+        version not in _ACCELERATED_VERSIONS
+        or not isinstance(set_groups, FunctionType)
+        or set_groups.__code__.co_freevars
+        or not {"_LOCK", "_ENABLED_GROUPS"} <= vars(their_state).keys()
+    ):
+        logger.warning(
+            "nemo-lens %s is left as it is: accelerate() knows %s (install() replaces any version)",
+            version, ", ".join(sorted(_ACCELERATED_VERSIONS)),
+        )  # fmt: skip
+        return
+    pairs = [
+        (getattr(importlib.import_module(_their_name(module)), name), getattr(module, name))
+        for module, names in _HOT
+        for name in names
+    ]
+    _follow(vars(their_state)["_ENABLED_GROUPS"])
+    own_code, own_class = set_groups.__code__, their_state.__class__
+
+    def restore() -> None:
+        set_groups.__code__ = own_code
+        their_state.__class__ = own_class
+        del vars(their_state)["_lensfast_follow"]
+
+    vars(their_state)["_lensfast_follow"] = _follow
+    their_state.__class__ = _FollowedState
+    # The function's code rather than the function: whoever holds it has the new behaviour.
+    set_groups.__code__ = _set_and_follow.__code__
+    _undo.append(restore)
+    _present()
+    replaced = _rebind(pairs, list(sys.modules.values()))
+    logger.info(
+        "nemo-lens %s runs on the gate of lensfast %s (%s): %s replaced in %d places",
+        version, __version__, _backend.backend, ", ".join(name for _, names in _HOT for name in names), replaced,
+    )  # fmt: skip
+
+
+class _FollowedState(ModuleType):
+    """nemo.lens.state, whose enabled set tests assign to from outside."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_ENABLED_GROUPS":
+            _follow(value)
+
+
+def _set_and_follow(groups: Any) -> None:
+    # Runs with the globals of nemo.lens.state.
+    global _ENABLED_GROUPS
+    with _LOCK:  # type: ignore[name-defined]  # noqa: F821
+        _ENABLED_GROUPS = groups  # type: ignore[name-defined]
+        _lensfast_follow(groups)  # type: ignore[name-defined]  # noqa: F821
+
+
+def _follow(groups: Any) -> None:
+    try:
+        state.set_enabled_span_groups(groups)
+    except TypeError:
+        state.set_enabled_span_groups(frozenset())
+        logger.warning("no span group is enabled: nemo.lens.state holds %r where a set of names should be", groups)
