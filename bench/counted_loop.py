@@ -30,7 +30,7 @@ def run_loop(backend: str, site: str, passes: int) -> None:
     namespace = {
         "managed_span": gate.install(managed_span, managed_span),
         "is_span_group_enabled": gate.is_span_group_enabled,
-        "traced": gate.traced(sites.plain, "microbatch", sites.plain),
+        "traced": gate.traced(sites.plain, "microbatch", sites.plain, sites.plain),
         "plain": sites.plain,
         "handle": gate.span_group("layer"),
     }

@@ -19,6 +19,7 @@ typedef struct {
     PyObject *group;    /* an LfGroup, or an odd object that is looked up at each call */
     PyObject *function; /* what the user decorated */
     PyObject *runner;   /* takes the same arguments and runs the function in a span */
+    PyObject *shown;    /* a Python function that does the same as this object: what it looks like */
     PyObject *dict;
     PyObject *weakrefs;
 } LfTraced;
@@ -45,7 +46,7 @@ traced_vectorcall_odd_group(PyObject *self, PyObject *const *args, size_t nargsf
 }
 
 PyObject *
-lf_traced_new(PyObject *function, PyObject *group, PyObject *runner)
+lf_traced_new(PyObject *function, PyObject *group, PyObject *runner, PyObject *shown)
 {
     LfTraced *traced = (LfTraced *)lf_traced_type->tp_alloc(lf_traced_type, 0);
     if (traced == NULL) {
@@ -55,6 +56,7 @@ lf_traced_new(PyObject *function, PyObject *group, PyObject *runner)
     traced->group = Py_NewRef(group);
     traced->function = Py_NewRef(function);
     traced->runner = Py_NewRef(runner);
+    traced->shown = Py_NewRef(shown);
     return (PyObject *)traced;
 }
 
@@ -66,6 +68,7 @@ traced_traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(traced->group);
     Py_VISIT(traced->function);
     Py_VISIT(traced->runner);
+    Py_VISIT(traced->shown);
     Py_VISIT(traced->dict);
     return 0;
 }
@@ -79,6 +82,7 @@ traced_clear(PyObject *self)
     Py_CLEAR(traced->group);
     Py_CLEAR(traced->function);
     Py_CLEAR(traced->runner);
+    Py_CLEAR(traced->shown);
     Py_CLEAR(traced->dict);
     return 0;
 }
@@ -106,7 +110,8 @@ traced_get(PyObject *self, PyObject *instance, PyObject *Py_UNUSED(owner))
     return PyMethod_New(self, instance);
 }
 
-/* What the object itself lacks (__code__, __defaults__, ...) is the function's: inspect then sees its kind. */
+/* What the object itself lacks (__code__, __closure__, ...) is the shown function's: inspect then sees its kind, and a
+   pickler that copies functions by value, as Ray's does with the methods of actors, copies one that still traces. */
 static PyObject *
 traced_getattro(PyObject *self, PyObject *name)
 {
@@ -114,12 +119,12 @@ traced_getattro(PyObject *self, PyObject *name)
     if (value != NULL || !PyErr_ExceptionMatches(PyExc_AttributeError)) {
         return value;
     }
-    PyObject *function = ((LfTraced *)self)->function;
-    if (function == NULL) {
+    PyObject *shown = ((LfTraced *)self)->shown;
+    if (shown == NULL) {
         return NULL;
     }
     PyErr_Clear();
-    return PyObject_GetAttr(function, name);
+    return PyObject_GetAttr(shown, name);
 }
 
 static PyObject *

@@ -9,7 +9,8 @@ extern PyTypeObject *lf_traced_type;
 
 int lf_traced_init(void);
 
-/* A new traced function. `group` is a GroupHandle, or whatever odd object the caller named as group. */
-PyObject *lf_traced_new(PyObject *function, PyObject *group, PyObject *runner);
+/* A new traced function. `group` is a GroupHandle, or whatever odd object the caller named as group. `shown` is a
+   Python function of the same behaviour, whose attributes it shows. */
+PyObject *lf_traced_new(PyObject *function, PyObject *group, PyObject *runner, PyObject *shown);
 
 #endif

@@ -25,7 +25,7 @@ cdef extern from "group.h":
 
 cdef extern from "traced.h":
     int lf_traced_init() except -1
-    object lf_traced_new(object function, object group, object runner)
+    object lf_traced_new(object function, object group, object runner, object shown)
     PyTypeObject *lf_traced_type
 
 cdef extern from "gate.h":
@@ -99,8 +99,11 @@ def install(managed_span, group_span):
     return lf_gate_managed_span_function(managed_span.__module__, managed_span)
 
 
-def traced(function, group, runner):
-    """A callable that is `function` while `group` is off and `runner` while it is on."""
+def traced(function, group, runner, shown):
+    """A callable that is `function` while `group` is off and `runner` while it is on.
+
+    `shown` is a Python function of the same behaviour; the result has its attributes.
+    """
     if type(group) is str:
         group = span_group(group)
-    return lf_traced_new(function, group, runner)
+    return lf_traced_new(function, group, runner, shown)

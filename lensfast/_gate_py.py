@@ -142,8 +142,11 @@ def install(managed_span: Callable[..., Any], group_span: Callable[..., Any]) ->
 class TracedFunction:
     """A traced coroutine or generator function: looks to inspect like the function it wraps."""
 
-    def __init__(self, function: Callable[..., Any], group: str, runner: Callable[..., Any]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], group: str, runner: Callable[..., Any], shown: Callable[..., Any]
+    ) -> None:
         self._traced = function, group, runner
+        self._shown = shown
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         function, group, runner = self._traced
@@ -156,10 +159,10 @@ class TracedFunction:
         return self if instance is None else MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
-        # A copy under construction has no _traced yet.
-        if name == "_traced":
+        # A copy under construction has neither yet.
+        if name in {"_shown", "_traced"}:
             raise AttributeError(name)
-        return getattr(self._traced[0], name)
+        return getattr(self._shown, name)
 
     def __repr__(self) -> str:
         return f"<traced {self._traced[0]!r}>"
@@ -168,11 +171,16 @@ class TracedFunction:
         return self.__qualname__  # type: ignore[no-any-return]
 
 
-def traced(function: Callable[..., Any], group: str, runner: Callable[..., Any]) -> Callable[..., Any]:
-    """A callable that is `function` while `group` is off and `runner` while it is on."""
+def traced(
+    function: Callable[..., Any], group: str, runner: Callable[..., Any], shown: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A callable that is `function` while `group` is off and `runner` while it is on.
+
+    `shown` is a Python function of the same behaviour; the result has its attributes, or attributes like its.
+    """
     kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     if any(is_kind(function) for is_kind in kinds):
-        return TracedFunction(function, group, runner)
+        return TracedFunction(function, group, runner, shown)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         # By the function, not the set: a pickler that copies this wrapper's globals must not copy the set.

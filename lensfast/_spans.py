@@ -295,6 +295,18 @@ class UngatedSpan(SpanManager):
         return functools.wraps(function)(in_span(function, again))
 
 
+class _OffSpan(SpanManager):
+    """Starts nothing."""
+
+    __slots__ = ()
+
+    def start(self) -> UnstartedSpan:
+        return UNSTARTED
+
+
+OFF = _OffSpan("off", None)
+
+
 def in_span(function: Callable[..., Any], manager: Callable[[], SpanManager]) -> Callable[..., Any]:
     """A function of the same kind as `function`, whose whole run, not only its call, is one span."""
     if inspect.iscoroutinefunction(function):

@@ -182,7 +182,8 @@ def setup_telemetry(
     Args:
         config: its run_id is filled in if empty.
         rank, world_size: this process's place in the job, for the export strategy and the resource.
-        resource_attributes: added to the resource.
+        resource_attributes: added to the resource. With `nv.dl.rank` among them (how nightly callers say the rank),
+            or in OTEL_RESOURCE_ATTRIBUTES, the resource has that generation's attributes in place of `dl.rank`.
         span_exporter: an SDK SpanExporter to use in place of `config.exporter`.
         metric_reader: an SDK MetricReader, likewise.
         export_strategy: called as (config, rank, world_size) in place of the one that `config` names.

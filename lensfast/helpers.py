@@ -21,9 +21,11 @@ from opentelemetry.trace import Span, SpanKind, Tracer
 from ._backend import gate, span_group
 from ._spans import (
     DEFAULT_REDACT_KEYS,
+    OFF,
     PACKAGE_SCOPE,
     REDACTED,
     GatedSpan,
+    SpanManager,
     UngatedSpan,
     in_span,
     report_failure,
@@ -139,6 +141,11 @@ managed_span: Callable[..., AbstractContextManager[Span | None]] = gate.install(
 _IMPLICITLY_STATIC = frozenset({"__new__", "__init_subclass__", "__class_getitem__"})
 
 
+def _span_if_enabled(group: str, name: str, tracer: Tracer | None) -> SpanManager:
+    # A function of a module, so that what a pickler copies asks the gate of the process where it arrives.
+    return UngatedSpan(name, tracer, PACKAGE_SCOPE) if gate.is_span_group_enabled(group) else OFF
+
+
 def trace_fn(group: str, name: str, tracer: Tracer | None = None) -> Callable[[_Function], _Function]:
     """Decorator: each call of the function is a span of `group`, while the group is enabled at the call.
 
@@ -163,13 +170,14 @@ def trace_fn(group: str, name: str, tracer: Tracer | None = None) -> Callable[[_
                 "under @staticmethod or @classmethod it goes below, next to the def"
             )
         runner = functools.wraps(function)(in_span(function, lambda: UngatedSpan(name, tracer, PACKAGE_SCOPE)))
+        shown = functools.wraps(function)(in_span(function, functools.partial(_span_if_enabled, group, name, tracer)))
         if getattr(function, "__name__", "") in _IMPLICITLY_STATIC:
 
             def traced(*args: Any, **kwargs: Any) -> Any:
                 return (runner if gate.is_span_group_enabled(group) else function)(*args, **kwargs)
 
             return functools.update_wrapper(traced, function)  # type: ignore[return-value]
-        return functools.update_wrapper(gate.traced(function, group, runner), function)  # type: ignore[return-value]
+        return functools.update_wrapper(gate.traced(function, group, runner, shown), function)  # type: ignore[return-value]
 
     return decorator
 

@@ -25,7 +25,7 @@ def setup_logging_bridge(logger_name: str = "", level: int = logging.INFO) -> No
     Call it after setup_telemetry, which does not call it. Does nothing in a process whose global logger provider is not
     the SDK's. A second call for the same logger sets the level anew; bridging a logger and its ancestor exports records
     twice. Records of OpenTelemetry itself, and those made while telemetry is being sent, are not exported: each would
-    lead to the next. Thread-safe.
+    lead to the next. Not thread-safe: call it from the main thread; logging goes on from any.
 
     Args:
         logger_name: default: the root logger, so everything.

@@ -157,7 +157,8 @@ def build_providers(
     Args:
         config: the job's configuration; run_id should be filled in.
         rank, world_size: this process's place in the job.
-        resource_attributes: added to the resource; they beat what comes from `config`, detected ones beat them.
+        resource_attributes: added to the resource; they beat what comes from `config`, detected ones beat them. With
+            `nv.dl.rank` among them, or in OTEL_RESOURCE_ATTRIBUTES, the resource is that of the nightly generation.
         span_exporter, metric_reader: used in place of those that `config.exporter` names.
 
     Returns:

@@ -120,7 +120,7 @@ def test_info_of_enabled_groups(lensfast: ModuleType, capsys: pytest.CaptureFixt
         ),
         (
             {"NEMO_LENS_EXPORT_SAMPLE_RATE": "2"},
-            "error: NEMO_LENS_EXPORT_SAMPLE_RATE must be a number from 0.0 to 1.0, not '2'",
+            "error: NEMO_LENS_EXPORT_SAMPLE_RATE must be a number from 0.0 to 1.0 (export_sample_rate), not '2'",
         ),
     ],
 )

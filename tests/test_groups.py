@@ -382,6 +382,16 @@ def test_setup_with_a_class_that_does_not_know_a_name(lensfast, exporter):
     assert lensfast.handle._INITIALIZED is False
 
 
+def test_a_class_without_all(lensfast):
+    """`all` is then no name, until a library registers groups."""
+    body = {"ALL_GROUPS": frozenset({"job"}), "_PRESETS": {}}
+    config = lensfast.NemoLensConfig(span_groups="job,all", _span_group_cls=type("G", (lensfast.SpanGroup,), body))
+    with pytest.raises(ValueError, match="Unknown span group or preset 'all'"):
+        _ = config.resolved_span_groups
+    lensfast.SpanRegistry.register("lib", {"layer"})
+    assert config.resolved_span_groups == {"job", "layer"}
+
+
 def test_a_class_and_the_registry_together(lensfast, exporter, caplog):
     lensfast.SpanRegistry.register("nvrx", {"nvrx.ft", "nvrx.job"}, {"default": {"nvrx.job"}})
     config = lensfast.NemoLensConfig(enabled=True, span_groups="default,nvrx.ft", metrics_enabled=False)

@@ -12,6 +12,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -191,7 +192,8 @@ def test_config_prefix_and_fallback(
         ("EXPORT_RANK", "1.0", ["integer"]),
         ("EXPORT_RANK", "last", ["integer", "last rank"]),
         ("EXPORT_SAMPLE_RATE", "half", ["0.0", "1.0"]),
-        ("EXPORT_SAMPLE_RATE", "1.5", ["0.0", "1.0"]),
+        # The original's text for this one has the field's name, which its users' tests match.
+        ("EXPORT_SAMPLE_RATE", "1.5", ["0.0", "1.0", "export_sample_rate"]),
         ("EXPORT_SAMPLE_RATE", "-0.1", ["0.0", "1.0"]),
         ("EXPORT_SAMPLE_RATE", "nan", ["0.0", "1.0"]),
     ],
@@ -1359,6 +1361,19 @@ def test_fields_of_the_wrong_type(lensfast, field, value, message):
         lensfast.setup_telemetry(config)
     assert lensfast.handle._INITIALIZED is False
     assert trace._TRACER_PROVIDER is None
+
+
+def test_numbers_of_other_types(lensfast, exporter):
+    """numpy's integers and small floats, as fractions, are numbers that are no int and no float."""
+    config = lensfast.NemoLensConfig(enabled=True, exporter="console", export_sample_rate=Fraction(1, 2))
+    config.export_rank = Fraction(2)
+    reader = InMemoryMetricReader()
+    options = {"world_size": 3, "span_exporter": InMemorySpanExporter(), "metric_reader": reader}
+    assert lensfast.setup_telemetry(config, rank=2, **options).is_exporting is True
+    # By the rule of `sampled`: 0.5 takes rank 3 and not rank 2.
+    assert [lensfast.strategies.get_export_strategy("sampled")(config, rank, 4) for rank in (2, 3)] == [False, True]
+    with pytest.raises(ValueError, match="export_sample_rate"):
+        lensfast.NemoLensConfig(export_sample_rate=Fraction(3, 2))
 
 
 @pytest.mark.parametrize("config", [{}, None, "console"])

@@ -8,6 +8,8 @@ import pytest
 from opentelemetry import baggage, context, metrics, propagate, trace
 from opentelemetry._logs import get_logger_provider, set_logger_provider
 from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace.export import SpanExportResult
 
 from conftest import BACKENDS, ROOT, load_backend
@@ -153,6 +155,16 @@ import mylib
 from lensfast.instruments import MetricSpec, register_metric_group, registered_metric_groups, unregister_metric_group
 from lensfast.testing import InMemorySpanExporter
 
+LEFT_OPEN_TOO = []
+LEFT_OPEN = lensfast.span_attributes({"run": "left over"})
+
+# Without a fixture.
+def test_before():
+    from opentelemetry.sdk.trace import TracerProvider
+    trace.set_tracer_provider(TracerProvider())
+    lensfast.set_enabled_span_groups({"step"})
+    LEFT_OPEN.__enter__()
+
 # Both tests see the same and leave everything changed.
 @pytest.mark.parametrize("run", [1, 2])
 def test_everything(clean_telemetry, monkeypatch, run, caplog):
@@ -184,7 +196,8 @@ def test_everything(clean_telemetry, monkeypatch, run, caplog):
     lensfast.state.set_pp_trace_carrier({"traceparent": "x"})
     propagate.set_global_textmap(None)
     context.attach(baggage.set_baggage("left", "over"))
-    lensfast.span_attributes({"run": "left over"}).__enter__()
+    LEFT_OPEN_TOO.append(lensfast.span_attributes({"run": "left over"}))
+    LEFT_OPEN_TOO[-1].__enter__()
     lensfast.managed_span("late", "left open").__enter__()
     handle.shutdown()
     assert [span.name for span in exporter.get_finished_spans()] == ["n", "left open"]
@@ -227,7 +240,7 @@ def test_nothing_leaks_from_test_to_test(project, monkeypatch):
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     monkeypatch.setenv("NEMO_LENS_ENABLED", "1")
     monkeypatch.setenv("MYLIB_OTEL_ENABLED", "1")
-    project(LEAKING, passed=9)
+    project(LEAKING, passed=10)
 
 
 def test_imported_before_it_is_a_plugin(project):
@@ -342,6 +355,33 @@ def test_a_provider_that_can_not_be_shut_down(lensfast):
     lensfast.testing.reset_telemetry()
     assert trace._TRACER_PROVIDER is None
     assert lensfast.state.get_pp_trace_carrier() is None
+
+
+def test_what_is_logged_once_is_logged_again_after_a_reset(lensfast, caplog):
+    for _ in range(2):
+        lensfast.instruments.record_metrics(lensfast.get_meter(), "nobody", k=1)
+        with lensfast.span_cm("n", tracer=5):
+            pass
+        assert len(caplog.records) == 2
+        caplog.clear()
+        lensfast.testing.reset_telemetry()
+
+
+def test_meters_report_to_the_next_provider_only_if_taken_after_the_reset(lensfast):
+    results = []
+    for _ in range(2):
+        before = lensfast.get_meter()
+        old = before.create_counter("old")
+        lensfast.testing.reset_telemetry()
+        after = lensfast.get_meter()
+        new = after.create_counter("new")
+        reader = InMemoryMetricReader()
+        metrics.set_meter_provider(MeterProvider(metric_readers=[reader], shutdown_on_exit=False))
+        old.add(1)
+        new.add(2)
+        results.append({name: points[0].value for name, points in lensfast.testing.metric_points(reader).items()})
+        lensfast.testing.reset_telemetry()
+    assert results == [{"new": 2}] * 2
 
 
 def test_bridges_of_logging_are_taken_down(lensfast):

@@ -733,3 +733,60 @@ def test_an_asynchronous_generator_that_fails(on, exporter, group):
     assert [span.status.description for span in exporter.get_finished_spans()] == (
         ["ValueError: boom"] if group == "on" else []
     )
+
+
+BY_VALUE = """
+import asyncio
+
+@lensfast.trace_fn("step", "plain")
+def plain(x: int = 1, *, y=2):
+    return x + y
+
+@lensfast.trace_fn("step", "coroutine")
+async def coroutine(x):
+    await asyncio.sleep(0)
+    return x
+
+@lensfast.trace_fn("step", "generator")
+def generator(n):
+    yield from range(n)
+
+class Actor:
+    @lensfast.trace_fn("step", "method")
+    def method(self, x):
+        return x
+
+    @staticmethod
+    @lensfast.trace_fn("step", "static")
+    def static(x):
+        return x
+"""
+
+
+def test_what_is_pickled_by_value_traces_where_it_arrives(lensfast, exporter):
+    """Ray ships the classes of its actors this way, and cloudpickle the functions of a script."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    namespace = {"lensfast": lensfast, "__name__": "__main__"}
+    exec(BY_VALUE, namespace)
+    names = ("plain", "coroutine", "generator", "Actor")
+    shipped = pickle.loads(cloudpickle.dumps([namespace[name] for name in names]))
+    plain, coroutine, generator, actor = shipped
+    assert plain is not namespace["plain"]
+    assert inspect.iscoroutinefunction(coroutine)
+    assert inspect.isgeneratorfunction(generator)
+    assert str(inspect.signature(plain)) == "(x: 'int' = 1, *, y=2)"
+
+    def run():
+        exporter.clear()
+        assert (plain(), plain(5, y=5)) == (3, 10)
+        assert asyncio.run(coroutine(4)) == 4
+        assert list(generator(2)) == [0, 1]
+        assert actor().method(6) == 6
+        assert actor.static(7) == 7
+        return [span.name for span in exporter.get_finished_spans()]
+
+    assert run() == []
+    lensfast.set_enabled_span_groups({"step"})
+    assert run() == ["plain", "plain", "coroutine", "generator", "method", "static"]
+    lensfast.set_enabled_span_groups(frozenset())
+    assert run() == []

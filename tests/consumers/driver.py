@@ -83,7 +83,7 @@ def load(standin: str) -> ModuleType:
 class Consumer:
     """A consumer that has set telemetry up, and the spans that arrived from it."""
 
-    def __init__(self, generation: str, span_groups: str = "default", **sinks: Any) -> None:
+    def __init__(self, generation: str, span_groups: str = "default") -> None:
         self.generation = generation
         self.standin = load(INVENTORY["generations"][generation]["standin"])
         self.exporter = InMemorySpanExporter()
@@ -91,7 +91,7 @@ class Consumer:
         settings = {"ENABLED": "1", "METRICS_ENABLED": "0", "SPAN_GROUPS": span_groups}
         os.environ.update({f"{prefix}_{name}": value for name, value in settings.items()})
         try:
-            self.handle = self.standin.initialize(generation, span_exporter=self.exporter, **sinks)
+            self.handle = self.standin.initialize(generation, span_exporter=self.exporter)
         finally:
             for name in settings:
                 del os.environ[f"{prefix}_{name}"]

@@ -66,7 +66,6 @@ class Row:
     generation: str
     late: tuple[str, ...] = ()
     current: bool = True
-    runs_in: str | None = None
 
     @property
     def label(self) -> str:
@@ -105,7 +104,6 @@ def rows(generation: str) -> list[Row]:
                         generation,
                         tuple(span.get("late", ())),
                         span.get("current", True),
-                        span.get("runs_in"),
                     )
                 )
     return found

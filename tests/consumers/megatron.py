@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from opentelemetry.context import Context
@@ -58,7 +58,7 @@ try:
             DATA_LOADING,
             INFERENCE,
         }
-        _PRESETS = {
+        _PRESETS: ClassVar = {
             "default": frozenset({SpanGroup.JOB, SpanGroup.CHECKPOINT, SpanGroup.EVALUATE, INFERENCE}),
             "per_step": ALL_GROUPS - {MICROBATCH, LAYER, ACTIVATION_OFFLOAD},
             "all": ALL_GROUPS,
@@ -69,7 +69,7 @@ try:
         TRACE_REGION = "trace_region"
 
         ALL_GROUPS = MegatronSpanGroup.ALL_GROUPS | {FIRST_ITERATION, TRACE_REGION}
-        _PRESETS = {
+        _PRESETS: ClassVar = {
             "default": MegatronSpanGroup._PRESETS["default"] | {FIRST_ITERATION},
             "per_step": MegatronSpanGroup._PRESETS["per_step"] | {FIRST_ITERATION},
             "profiling": ALL_GROUPS,
@@ -230,7 +230,9 @@ def _request(lens: Any, site: Site) -> Run:
 def _manual(lens: Any, site: Site) -> Run:
     """Roots start from an empty context; the start-up span began before telemetry did."""
     root = "linked span" in site.forms or "backdated span" in site.forms
-    return callforms.manual(lens, site, parent=lambda: Context() if root else None, starts="backdated span" in site.forms)
+    return callforms.manual(
+        lens, site, parent=lambda: Context() if root else None, starts="backdated span" in site.forms
+    )
 
 
 def _trace_bridge_operation(lens: Any, site: Site) -> Run:

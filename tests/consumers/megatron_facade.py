@@ -16,12 +16,10 @@ from . import callforms
 from .callforms import Body, Run, Site
 
 try:
-    from nemo.lens import NemoLensConfig, SpanRegistry, is_span_group_enabled, setup_telemetry, trace_fn
+    from nemo.lens import SpanRegistry, is_span_group_enabled, trace_fn
     from nemo.lens import managed_span as _managed_span
     from nemo.lens import safe_set_span_attributes as _safe_set_span_attributes
     from nemo.lens import span_cm as _span_cm
-    from nemo.lens.resources.attributes import publish_otel_resource_attributes
-    from nemo.lens.span_utilities import emit_span
 except ModuleNotFoundError as error:
     # Anything else that is missing is a defect, and must be loud.
     if error.name not in {"nemo", "nemo.lens"}:
@@ -32,9 +30,6 @@ except ModuleNotFoundError as error:
     from .fallbacks import span_cm as _span_cm
 
     SpanRegistry = None
-
-    def emit_span(*args: Any, **kwargs: Any) -> None:
-        return None
 
 
 ENV_PREFIX = "MEGATRON_OTEL"
@@ -54,6 +49,9 @@ def initialize(generation: str, rank: int = 0, world_size: int = 1, **sinks: Any
     """This generation has no rank: the caller says it by resource attributes, which children inherit."""
     if SpanRegistry is None:
         return None
+    from nemo.lens import NemoLensConfig, setup_telemetry
+    from nemo.lens.resources.attributes import publish_otel_resource_attributes
+
     identity = {"nv.dl.rank": rank, "nv.dl.world_size": world_size}
     with ExitStack() as published:
         published.enter_context(publish_otel_resource_attributes(identity))
@@ -61,9 +59,14 @@ def initialize(generation: str, rank: int = 0, world_size: int = 1, **sinks: Any
         return setup_telemetry(config, resource_attributes=identity, **sinks)
 
 
-def managed_span(
-    group: str, name: str, tracer: Any = None, **attributes: Any
-) -> AbstractContextManager[Any]:
+def emit_span(*args: Any, group: str, **kwargs: Any) -> None:
+    if is_span_group_enabled(group):
+        from nemo.lens import span_utilities
+
+        span_utilities.emit_span(*args, group=group, **kwargs)
+
+
+def managed_span(group: str, name: str, tracer: Any = None, **attributes: Any) -> AbstractContextManager[Any]:
     return _managed_span(group, name, tracer=tracer, **attributes)
 
 

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind
@@ -56,7 +56,7 @@ except ImportError:
             """The first version's."""
 
             ALL_GROUPS = SpanGroup.ALL_GROUPS | _ROLLOUT | {"sandbox"}
-            _PRESETS = {
+            _PRESETS: ClassVar = {
                 "default": frozenset({"job", "server", "http_client", "rollout"}),
                 "per_rollout": frozenset(_ROLLOUT),
                 "all": ALL_GROUPS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from opentelemetry.context import Context
 
@@ -65,7 +65,7 @@ class RLSpanGroup(SpanGroup):
         }
     )
     ALL_GROUPS = SpanGroup.ALL_GROUPS | _OWN
-    _PRESETS = {
+    _PRESETS: ClassVar = {
         "default": frozenset({"job", "checkpoint", "evaluate"}),
         "per_step": frozenset({"checkpoint", "evaluate", "model_init", "step"}) | _OWN,
         "all": ALL_GROUPS,
