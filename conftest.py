@@ -25,7 +25,7 @@ _loaded: dict[str, dict[str, ModuleType]] = {}
 def load_backend(backend: str) -> dict[str, ModuleType]:
     """All modules of lensfast, imported afresh on `backend`; the process holds one such set per backend."""
     if backend not in _loaded:
-        before = _take_modules()
+        before = take_modules("lensfast")
         os.environ["LENSFAST_PURE_PYTHON"] = "1" if backend == "python" else "0"
         try:
             package = importlib.import_module("lensfast")
@@ -39,14 +39,15 @@ def load_backend(backend: str) -> dict[str, ModuleType]:
                     importlib.import_module(module.name)
         finally:
             del os.environ["LENSFAST_PURE_PYTHON"]
-            modules = _take_modules()
+            modules = take_modules("lensfast")
             sys.modules.update(before)
         _loaded[backend] = modules
     return _loaded[backend]
 
 
-def _take_modules() -> dict[str, ModuleType]:
-    names = [name for name in sys.modules if name == "lensfast" or name.startswith("lensfast.")]
+def take_modules(package: str) -> dict[str, ModuleType]:
+    """Take a package and its submodules out of sys.modules; returns them."""
+    names = [name for name in sys.modules if name.partition(".")[0] == package]
     return {name: sys.modules.pop(name) for name in names}
 
 
@@ -70,13 +71,13 @@ def lensfast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     for name in list(os.environ):
         if name.startswith(("OTEL_", "NEMO_LENS_", "MEGATRON_OTEL_", "SLURM_", "LENSFAST_")):
             monkeypatch.delenv(name)
-    before = _take_modules()
+    before = take_modules("lensfast")
     sys.modules.update(modules)
     package = modules["lensfast"]
     package.testing.reset_telemetry()
     yield package
     package.testing.reset_telemetry()
-    _take_modules()
+    take_modules("lensfast")
     sys.modules.update(before)
 
 

@@ -15,7 +15,13 @@ from opentelemetry import metrics, trace
 from opentelemetry.context import Context
 
 from . import package_info
-from ._otlp import NEEDS_SDK, build_exporter, check_variables, forget_collectors
+from ._otlp import (
+    NEEDS_SDK,
+    _resolve_otlp_protocol,  # noqa: F401  (where the original has it)
+    build_exporter,
+    check_variables,
+    forget_collectors,
+)
 from .helpers import _scoped_attributes, safe_set_span_attributes
 from .resources import detect_resource
 from .resources.attributes import get_otel_resource_attributes

@@ -18,6 +18,8 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from conftest import take_modules
+
 try:
     NEMO_LENS = importlib.metadata.version("nemo-lens")
 except importlib.metadata.PackageNotFoundError:
@@ -27,18 +29,13 @@ needs_nemo_lens = pytest.mark.skipif(
 )
 
 
-def forget_nemo() -> dict[str, ModuleType]:
-    names = [name for name in sys.modules if name == "nemo" or name.startswith("nemo.")]
-    return {name: sys.modules.pop(name) for name in names}
-
-
 @pytest.fixture
 def nemo(lensfast: ModuleType) -> Iterator[ModuleType]:
     """lensfast, with nothing called nemo imported, and nothing installed afterwards."""
-    before = forget_nemo()
+    before = take_modules("nemo")
     yield lensfast
     lensfast.uninstall()
-    forget_nemo()
+    take_modules("nemo")
     sys.modules.update(before)
 
 

@@ -38,7 +38,7 @@ def duplicate_otel_resource_attribute_keys(value: str | None) -> tuple[str, ...]
     return tuple(key for key in dict.fromkeys(keys) if keys.count(key) > 1)
 
 
-def format_otel_resource_attributes(attributes: Mapping[str, Any]) -> str:
+def format_otel_resource_attributes(attrs: Mapping[str, Any]) -> str:
     """The text of the variable: `key=value,...`, values percent-encoded.
 
     bool, int, float and str (and subclasses) are carried, the first three as their text. None is skipped. What can't be
@@ -46,7 +46,7 @@ def format_otel_resource_attributes(attributes: Mapping[str, Any]) -> str:
     blank, or has a comma, an `=` or an unprintable character in it.
     """
     segments = []
-    for key, value in attributes.items():
+    for key, value in attrs.items():
         if value is None:
             continue
         if not isinstance(key, str) or not key.strip() or not key.isprintable() or set(key) & {",", "="}:
@@ -171,13 +171,13 @@ class ResourceAttributeCheck:
 
 
 def check_resource_attributes(
-    attributes: Mapping[str, Any],
+    attrs: Mapping[str, Any],
     *,
     required: Iterable[str] = (),
     forbidden: Iterable[str] = (),
     env_value: str | None = None,
 ) -> ResourceAttributeCheck:
-    """Check that `attributes` are complete.
+    """Check that attributes are complete.
 
     Args:
         required, forbidden: keys.
@@ -185,9 +185,9 @@ def check_resource_attributes(
     """
     required = tuple(required)
     return ResourceAttributeCheck(
-        missing=tuple(key for key in required if key not in attributes),
-        empty=tuple(key for key in required if key in attributes and _is_empty(attributes[key])),
-        forbidden=tuple(key for key in forbidden if key in attributes),
+        missing=tuple(key for key in required if key not in attrs),
+        empty=tuple(key for key in required if key in attrs and _is_empty(attrs[key])),
+        forbidden=tuple(key for key in forbidden if key in attrs),
         duplicates=duplicate_otel_resource_attribute_keys(env_value),
     )
 

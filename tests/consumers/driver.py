@@ -18,13 +18,14 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from conftest import take_modules
+
 STANDINS = sorted({generation["standin"] for generation in INVENTORY["generations"].values()})
 
 
 def forget(*packages: str) -> dict[str, ModuleType]:
     """Take packages out of sys.modules; returns what was taken."""
-    names = [name for name in sys.modules if name.partition(".")[0] in packages]
-    return {name: sys.modules.pop(name) for name in names}
+    return {name: module for package in packages for name, module in take_modules(package).items()}
 
 
 @contextmanager
