@@ -27,10 +27,13 @@ def run_loop(backend: str, site: str, passes: int) -> None:
             raise AssertionError("every group is disabled here")
         return gate.NOOP
 
+    # As trace_fn does: on the Python gate, what is traced is what is shown.
+    gated = importlib.import_module("lensfast._gated").gated
+    shown = gated(sites.plain, "microbatch", sites.plain, gate.is_span_group_enabled)
     namespace = {
         "managed_span": gate.install(managed_span, managed_span),
         "is_span_group_enabled": gate.is_span_group_enabled,
-        "traced": gate.traced(sites.plain, "microbatch", sites.plain, sites.plain),
+        "traced": gate.traced(sites.plain, "microbatch", sites.plain, shown),
         "plain": sites.plain,
         "handle": gate.span_group("layer"),
     }

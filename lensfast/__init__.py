@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace as _trace
 
-from ._backend import backend, span_group
-from ._install import accelerate, install, uninstall
+from ._backend import backend as backend  # these four not in __all__: programs say `from nemo.lens import *`
+from ._backend import span_group
+from ._install import accelerate as accelerate
+from ._install import install as install
+from ._install import uninstall as uninstall
 from .config import NemoLensConfig
 from .distributed import broadcast_trace_context, create_linked_span
 from .groups import SpanGroup, SpanRegistry
@@ -65,8 +68,6 @@ __all__ = [
     "__package_name__",
     "__repository_url__",
     "__version__",
-    "accelerate",
-    "backend",
     "broadcast_trace_context",
     "create_linked_span",
     "enabled_span_groups",
@@ -75,7 +76,6 @@ __all__ = [
     "get_meter",
     "get_tracer",
     "inject_context",
-    "install",
     "is_span_group_enabled",
     "managed_span",
     "pending_span_groups",
@@ -89,7 +89,6 @@ __all__ = [
     "span_cm",
     "span_group",
     "trace_fn",
-    "uninstall",
     "unregister_export_strategy",
 ]
 

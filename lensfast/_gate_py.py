@@ -171,23 +171,10 @@ class TracedFunction:
         return self.__qualname__  # type: ignore[no-any-return]
 
 
-def traced(
-    function: Callable[..., Any], group: str, runner: Callable[..., Any], shown: Callable[..., Any]
-) -> Callable[..., Any]:
+def traced(function: Callable[..., Any], group: str, runner: Callable[..., Any], shown: Any) -> Any:
     """A callable that is `function` while `group` is off and `runner` while it is on.
 
-    `shown` is a Python function of the same behaviour; the result has its attributes, or attributes like its.
+    `shown` is a Python function of the same behaviour; the result is that, or has its attributes.
     """
-    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    if any(is_kind(function) for is_kind in kinds):
-        return TracedFunction(function, group, runner, shown)
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        # By the function, not the set: a pickler that copies this wrapper's globals must not copy the set.
-        if is_span_group_enabled(group):
-            return runner(*args, **kwargs)
-        if kwargs:
-            return function(*args, **kwargs)
-        return function(*args)
-
-    return wrapper
+    suspends = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+    return TracedFunction(function, group, runner, shown) if shown.__code__.co_flags & suspends else shown

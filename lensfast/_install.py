@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from importlib.machinery import ModuleSpec
-from types import FunctionType, ModuleType
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from . import _backend, handle, helpers, state, strategies
@@ -35,6 +35,10 @@ _ACCELERATED_VERSIONS = frozenset({"0.1.0"})
 _lock = threading.RLock()
 _undo: list[Callable[[], object]] = []  # what uninstall() does, last first
 
+if hasattr(os, "register_at_fork"):
+    # A fork while another thread held it must not leave the child waiting for ever.
+    os.register_at_fork(after_in_child=lambda: _lock._at_fork_reinit())  # type: ignore[attr-defined]
+
 
 def install() -> None:
     """Make `nemo.lens` and its submodules be lensfast, in this process, from now on.
@@ -54,11 +58,14 @@ def install() -> None:
             return
         _undo_all()
         finders = _LensFinder(), _NemoFinder()
-        replaced = _replace_imported()
         sys.meta_path.insert(0, finders[0])
         sys.meta_path.append(finders[1])
         _undo.append(lambda: _remove_finders(*finders))
-        _present()
+        try:
+            replaced = _replace_imported()
+        except BaseException:
+            _undo_all()
+            raise
         from importlib import metadata
 
         try:
@@ -84,7 +91,7 @@ def accelerate() -> None:
     with _lock:
         if _undo:
             return
-        if _THEIRS in sys.modules:
+        if sys.modules.get(_THEIRS) is not None:
             _accelerate_imported()
         else:
             finder = _AccelerateOnImport()
@@ -104,7 +111,11 @@ def uninstall() -> None:
 
 def _undo_all() -> None:
     while _undo:
-        _undo.pop()()
+        step = _undo.pop()
+        try:
+            step()
+        except Exception:
+            logger.warning("nemo.lens is not in every way what it was before", exc_info=True)
 
 
 def _remove_finders(*finders: MetaPathFinder) -> None:
@@ -114,19 +125,22 @@ def _remove_finders(*finders: MetaPathFinder) -> None:
 
 
 class _LensFinder(MetaPathFinder):
-    """First in sys.meta_path: finds lensfast's modules under nemo.lens, and nemo-lens's own where there is none."""
+    """First in sys.meta_path: finds lensfast's modules under nemo.lens, and nemo-lens's own where there is none.
+
+    It imports nothing: that is what the loader is for. Finders run under the import system's global lock, which another
+    thread may wait for while it holds the lock of a module that such an import would need.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _THEIRS and not fullname.startswith(f"{_THEIRS}."):
+        if not _is_theirs(fullname):
             return None
-        ours = _OURS + fullname[len(_THEIRS) :]
-        if _importable(ours):
-            return ModuleSpec(
-                fullname, _AliasLoader(ours), is_package=hasattr(importlib.import_module(ours), "__path__")
-            )
-        return self.original(fullname)
+        ours = _find_ours(fullname)
+        if ours is None:
+            return self.original(fullname)
+        is_package = ours.submodule_search_locations is not None
+        return ModuleSpec(fullname, _AliasLoader(ours), origin=ours.origin, is_package=is_package)
 
     def original(self, fullname: str) -> ModuleSpec | None:
         """Where `fullname` would come from without this finder."""
@@ -139,20 +153,42 @@ class _LensFinder(MetaPathFinder):
         return None if search is None else _find_without(self, fullname, list(search))
 
 
-class _AliasLoader(Loader):
-    """Gives a module that exists already."""
+def _is_theirs(name: str) -> bool:
+    return f"{name}.".startswith(f"{_THEIRS}.")
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+
+def _find_ours(theirs: str) -> ModuleSpec | None:
+    """lensfast's module of that name below nemo.lens, found without importing its parents."""
+    spec = sys.modules[_OURS].__spec__
+    for part in theirs[len(_THEIRS) :].split(".")[1:]:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations)
+        if spec is not None and spec.loader is None:
+            return None  # a directory that is no package
+    return spec
+
+
+class _AliasLoader(Loader):
+    """Gives lensfast's own module, under a name of nemo.lens's."""
+
+    def __init__(self, ours: ModuleSpec) -> None:
+        self._ours = ours
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._name)
+        module = importlib.import_module(self._ours.name)
         self._spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         # The import system has just put the alias's spec there.
         module.__spec__ = self._spec
+        if module.__name__ == _OURS:
+            _present()
+
+    def get_code(self, fullname: str) -> Any:
+        """For python -m."""
+        return getattr(self._ours.loader, "get_code")(self._ours.name)  # noqa: B009
 
 
 class _NemoFinder(MetaPathFinder):
@@ -194,22 +230,19 @@ class _AcceleratingLoader(Loader):
             _undo_all()
             _accelerate_imported()
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
 
 def _find_without(excluded: MetaPathFinder, fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
     """What the finders other than `excluded` find."""
     for finder in list(sys.meta_path):
-        if finder is not excluded:
+        # The import system, too, passes over finders of the old kind.
+        if finder is not excluded and hasattr(finder, "find_spec"):
             spec = finder.find_spec(fullname, path)
             if spec is not None:
                 return spec
     return None
-
-
-def _importable(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _their_name(module: ModuleType) -> str:
@@ -217,21 +250,20 @@ def _their_name(module: ModuleType) -> str:
 
 
 def _present() -> None:
-    """Let the functions of helpers and state say that they are nemo.lens's."""
-    renamed = [
-        (function, module.__name__, _their_name(module))
-        for module in _PRESENTED
-        for function in map(vars(module).get, module.__all__)
-        if getattr(function, "__module__", None) == module.__name__
-    ]
+    """Let the functions of helpers and state say that they are nemo.lens's, where a pickler will then look for them."""
+    renamed: list[tuple[Any, str]] = []
+    for module in _PRESENTED:
+        sys.modules.setdefault(_their_name(module), module)
+        for function in map(vars(module).get, module.__all__):
+            if getattr(function, "__module__", None) == module.__name__:
+                renamed.append((function, module.__name__))
+                function.__module__ = _their_name(module)
 
     def restore() -> None:
-        for function, name, _ in renamed:
+        for function, name in renamed:
             function.__module__ = name
 
     _undo.append(restore)
-    for function, _, name in renamed:
-        function.__module__ = name
 
 
 def _rebind(replacements: Iterable[tuple[object, object]], modules: Iterable[object]) -> int:
@@ -239,10 +271,7 @@ def _rebind(replacements: Iterable[tuple[object, object]], modules: Iterable[obj
     by_id = {id(old): (old, new) for old, new in replacements}
     rebound: list[tuple[dict[str, Any], str, object, object]] = []
     for module in modules:
-        if not isinstance(module, ModuleType):
-            continue
-        # Past a __getattribute__ of the module's own, which may import something.
-        namespace: dict[str, Any] = ModuleType.__getattribute__(module, "__dict__")
+        namespace = _namespace(module)
         for name, value in list(namespace.items()):
             if id(value) in by_id:
                 old, new = by_id[id(value)]
@@ -258,59 +287,71 @@ def _rebind(replacements: Iterable[tuple[object, object]], modules: Iterable[obj
     return len(rebound)
 
 
+def _namespace(module: object) -> dict[str, Any]:
+    """A module's globals; none of what only looks like one. Never asks the module, which might import something."""
+    if not issubclass(type(module), ModuleType):
+        return {}
+    namespace: dict[str, Any] | None = vars(ModuleType)["__dict__"].__get__(module)
+    return namespace or {}
+
+
 def _imported() -> dict[str, ModuleType]:
-    """nemo.lens and those of its submodules that are imported, by name."""
-    return {name: module for name, module in sys.modules.items() if f"{name}.".startswith(f"{_THEIRS}.")}
+    """nemo.lens and those of its submodules that are in sys.modules, by name. None stands for a blocked one."""
+    return {name: module for name, module in list(sys.modules.items()) if _is_theirs(name)}
 
 
 def _replace_imported() -> int:
     """Put lensfast where nemo.lens has been imported already; returns how many references were replaced."""
     originals = _imported()
     nemo_was_there = "nemo" in sys.modules
+    their_state = originals.get(f"{_THEIRS}.state")
 
     def restore() -> None:
         imported = _imported()
         for name, module in imported.items():
             parent, _, child = name.rpartition(".")
-            if vars(module)["__name__"] == name and parent in imported:
+            if _namespace(module).get("__name__") == name:
                 # Of a submodule that lensfast lacks, the import system has put an attribute on lensfast's package.
-                vars(imported[parent]).pop(child, None)
+                _namespace(imported.get(parent)).pop(child, None)
             del sys.modules[name]
         sys.modules.update(originals)
         nemo = sys.modules.get("nemo")
-        if nemo is None:
-            return
-        if originals:
-            nemo.lens = originals[_THEIRS]  # type: ignore[attr-defined]
-            originals[f"{_THEIRS}.state"].set_enabled_span_groups(state.enabled_span_groups())
-        elif nemo_was_there or list(nemo.__path__):
-            vars(nemo).pop("lens", None)
+        if originals.get(_THEIRS) is not None:
+            _namespace(nemo)["lens"] = originals[_THEIRS]
+        elif nemo_was_there or getattr(nemo, "__path__", None):
+            _namespace(nemo).pop("lens", None)
         else:
-            del sys.modules["nemo"]
+            sys.modules.pop("nemo", None)
+        if their_state is not None:
+            their_state.set_enabled_span_groups(state.enabled_span_groups())
 
     _undo.append(restore)
     pairs: list[tuple[object, object]] = []
     gates: list[tuple[object, object]] = []
     for name, original in originals.items():
-        ours = _OURS + name[len(_THEIRS) :]
-        if not _importable(ours):
-            continue
-        module = importlib.import_module(ours)
-        named = [
-            (value, getattr(module, attribute))
-            for attribute, value in vars(original).items()
-            if not attribute.startswith("_")
-            and getattr(value, "__module__", None) == name
-            and hasattr(module, attribute)
-        ]
-        pairs += [(original, module), *named]
-        if module in _PRESENTED:
-            gates += named
-        sys.modules[name] = module
+        del sys.modules[name]
+        ours = _find_ours(name)
+        if ours is None:
+            sys.modules[name] = original
+        elif original is not None:
+            module = importlib.import_module(ours.name)
+            named = [
+                (value, vars(module)[attribute])
+                for attribute, value in list(_namespace(original).items())
+                if not attribute.startswith("_")
+                and getattr(value, "__module__", None) == name
+                and attribute in vars(module)
+            ]
+            pairs += [(original, module), *named]
+            if module in _PRESENTED:
+                gates += named
+            sys.modules[name] = module
+    if _THEIRS not in sys.modules:
+        return 0
+    _present()
     # What goes on using the original, such as a function it has decorated, keeps its insides and obeys our gate.
     _rebind(gates, originals.values())
-    if originals:
-        _take_over(originals)
+    _take_over(originals)
     return _rebind(pairs, list(sys.modules.values()))
 
 
@@ -329,27 +370,35 @@ def _take_over(originals: dict[str, ModuleType]) -> None:
 
 
 def _accelerate_imported() -> None:
-    lens = sys.modules[_THEIRS]
-    version = getattr(lens, "__version__", "of unknown version")
-    their_state = importlib.import_module(f"{_THEIRS}.state")
-    set_groups = getattr(their_state, "set_enabled_span_groups", None)
-    if (
-        version not in _ACCELERATED_VERSIONS
-        or not isinstance(set_groups, FunctionType)
-        or set_groups.__code__.co_freevars
-        or not {"_LOCK", "_ENABLED_GROUPS"} <= vars(their_state).keys()
-    ):
+    """Accelerate the nemo.lens that is imported, or say why not. Never raises: this is part of its import."""
+    version = getattr(sys.modules[_THEIRS], "__version__", "of unknown version")
+    if version not in _ACCELERATED_VERSIONS:
         logger.warning(
             "nemo-lens %s is left as it is: accelerate() knows %s (install() replaces any version)",
             version, ", ".join(sorted(_ACCELERATED_VERSIONS)),
         )  # fmt: skip
         return
+    try:
+        replaced = _accelerate_known()
+    except Exception:
+        _undo_all()
+        logger.warning("nemo-lens %s is left as it is: it could not be accelerated", version, exc_info=True)
+        return
+    logger.info(
+        "nemo-lens %s runs on the gate of lensfast %s (%s): %s replaced in %d places",
+        version, __version__, _backend.backend, ", ".join(name for _, names in _HOT for name in names), replaced,
+    )  # fmt: skip
+
+
+def _accelerate_known() -> int:
+    """Returns in how many places functions were replaced."""
+    their_state = importlib.import_module(f"{_THEIRS}.state")
+    set_groups = their_state.set_enabled_span_groups
     pairs = [
         (getattr(importlib.import_module(_their_name(module)), name), getattr(module, name))
         for module, names in _HOT
         for name in names
     ]
-    _follow(vars(their_state)["_ENABLED_GROUPS"])
     own_code, own_class = set_groups.__code__, their_state.__class__
 
     def restore() -> None:
@@ -357,17 +406,14 @@ def _accelerate_imported() -> None:
         their_state.__class__ = own_class
         del vars(their_state)["_lensfast_follow"]
 
+    _follow(vars(their_state)["_ENABLED_GROUPS"])
     vars(their_state)["_lensfast_follow"] = _follow
+    _undo.append(restore)
     their_state.__class__ = _FollowedState
     # The function's code rather than the function: whoever holds it has the new behaviour.
     set_groups.__code__ = _set_and_follow.__code__
-    _undo.append(restore)
     _present()
-    replaced = _rebind(pairs, list(sys.modules.values()))
-    logger.info(
-        "nemo-lens %s runs on the gate of lensfast %s (%s): %s replaced in %d places",
-        version, __version__, _backend.backend, ", ".join(name for _, names in _HOT for name in names), replaced,
-    )  # fmt: skip
+    return _rebind(pairs, list(sys.modules.values()))
 
 
 class _FollowedState(ModuleType):

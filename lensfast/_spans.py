@@ -295,16 +295,22 @@ class UngatedSpan(SpanManager):
         return functools.wraps(function)(in_span(function, again))
 
 
-class _OffSpan(SpanManager):
-    """Starts nothing."""
+class NoSpan(SpanManager):
+    """Starts nothing, and keeps nothing: one serves all."""
 
     __slots__ = ()
 
     def start(self) -> UnstartedSpan:
         return UNSTARTED
 
+    def __enter__(self) -> Span:
+        return UNSTARTED.span
 
-OFF = _OffSpan("off", None)
+    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
+        return None
+
+
+NO_SPAN = NoSpan("none", None)
 
 
 def in_span(function: Callable[..., Any], manager: Callable[[], SpanManager]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ once and the block runs on. All of it may be used from any thread and any asynci
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -19,9 +20,10 @@ from opentelemetry import trace as trace  # consumers' tests patch helpers.trace
 from opentelemetry.trace import Span, SpanKind, Tracer
 
 from ._backend import gate, span_group
+from ._gated import gated
 from ._spans import (
     DEFAULT_REDACT_KEYS,
-    OFF,
+    NO_SPAN,
     PACKAGE_SCOPE,
     REDACTED,
     GatedSpan,
@@ -31,6 +33,7 @@ from ._spans import (
     report_failure,
     usable_attributes,
 )
+from .state import _is_on
 
 __all__ = [
     "DEFAULT_REDACT_KEYS",
@@ -139,11 +142,11 @@ managed_span: Callable[..., AbstractContextManager[Span | None]] = gate.install(
 
 # A class body makes these methods static or class methods if they are Python functions, and only then.
 _IMPLICITLY_STATIC = frozenset({"__new__", "__init_subclass__", "__class_getitem__"})
+_SUSPENDING = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
 def _span_if_enabled(group: str, name: str, tracer: Tracer | None) -> SpanManager:
-    # A function of a module, so that what a pickler copies asks the gate of the process where it arrives.
-    return UngatedSpan(name, tracer, PACKAGE_SCOPE) if gate.is_span_group_enabled(group) else OFF
+    return UngatedSpan(name, tracer, PACKAGE_SCOPE) if _is_on(group) else NO_SPAN
 
 
 def trace_fn(group: str, name: str, tracer: Tracer | None = None) -> Callable[[_Function], _Function]:
@@ -170,13 +173,14 @@ def trace_fn(group: str, name: str, tracer: Tracer | None = None) -> Callable[[_
                 "under @staticmethod or @classmethod it goes below, next to the def"
             )
         runner = functools.wraps(function)(in_span(function, lambda: UngatedSpan(name, tracer, PACKAGE_SCOPE)))
-        shown = functools.wraps(function)(in_span(function, functools.partial(_span_if_enabled, group, name, tracer)))
+        shown: Any
+        if any(suspends(function) for suspends in _SUSPENDING):
+            shown = in_span(function, functools.partial(_span_if_enabled, group, name, tracer))
+        else:
+            shown = gated(function, group, runner, _is_on)
+        functools.update_wrapper(shown, function)
         if getattr(function, "__name__", "") in _IMPLICITLY_STATIC:
-
-            def traced(*args: Any, **kwargs: Any) -> Any:
-                return (runner if gate.is_span_group_enabled(group) else function)(*args, **kwargs)
-
-            return functools.update_wrapper(traced, function)  # type: ignore[return-value]
+            return shown  # type: ignore[no-any-return]
         return functools.update_wrapper(gate.traced(function, group, runner, shown), function)  # type: ignore[return-value]
 
     return decorator

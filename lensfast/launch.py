@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,15 +38,20 @@ def launch(command: Sequence[str], accelerate: bool = False) -> int:
         paths = environment.get("PYTHONPATH")
         others = [entry for entry in paths.split(os.pathsep) if entry != _AUTO] if paths else []
         environment["PYTHONPATH"] = os.pathsep.join([_AUTO, *others])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    for name in ("SIGPIPE", "SIGXFZ", "SIGXFSZ"):
+        # Python ignores these, and the program would inherit that.
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         os.execvpe(command[0], list(command), environment)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         hint = (
             "; a script that is not executable is run as: lensfast run -- python SCRIPT"
             if os.path.isfile(command[0])
             else ""
         )
-        print(f"lensfast: can't run {command[0]}: {error.strerror}{hint}", file=sys.stderr)
+        print(f"lensfast: can't run {command[0]}: {getattr(error, 'strerror', error)}{hint}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126

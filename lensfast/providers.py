@@ -168,7 +168,7 @@ def build_providers(
         span_exporter, metric_reader: used in place of those that `config.exporter` names.
 
     Returns:
-        Whether spans or metrics will reach an exporter: False if a no-op provider is in the way.
+        Whether anything will reach an exporter: False if a no-op provider is in the way.
 
     Raises:
         ImportError: the SDK or the OTLP exporters are not installed.
@@ -226,6 +226,7 @@ def build_providers(
         from opentelemetry._logs import set_logger_provider
 
         set_logger_provider(logger_provider)
+        exporting = True
     set_global_textmap(CompositePropagator([TraceContextTextMapPropagator(), W3CBaggagePropagator()]))
     return exporting
 

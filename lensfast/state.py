@@ -83,6 +83,11 @@ def _publish(groups: frozenset[str]) -> None:
     gate.publish(groups)
 
 
+def _is_on(group: str) -> bool:
+    """is_span_group_enabled() for traced functions that were copied or are being compiled: the same set, in Python."""
+    return group in _ENABLED_GROUPS
+
+
 class _StateModule(ModuleType):
     """This module: assigning to its `_ENABLED_GROUPS` from outside moves the gate, as in the original."""
 

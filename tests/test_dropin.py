@@ -7,7 +7,9 @@ import importlib.metadata
 import importlib.util
 import inspect
 import logging
+import os
 import pickle
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from conftest import take_modules
+from conftest import ROOT, take_modules
 
 try:
     NEMO_LENS = importlib.metadata.version("nemo-lens")
@@ -105,6 +107,7 @@ def test_what_does_not_exist_is_an_import_error(nemo: ModuleType, statement: str
 
 def test_functions_say_that_they_are_nemo_lenss(nemo: ModuleType) -> None:
     nemo.install()
+    importlib.import_module("nemo.lens")
     assert nemo.managed_span.__module__ == "nemo.lens.helpers"
     assert nemo.safe_set_span_attributes.__module__ == "nemo.lens.helpers"
     assert nemo.is_span_group_enabled.__module__ == "nemo.lens.state"
@@ -374,6 +377,137 @@ def test_a_config_made_before_serves_set_up(nemo: ModuleType) -> None:
     handle.shutdown()
 
 
+def test_a_star_import_brings_no_names_but_the_api(nemo: ModuleType) -> None:
+    nemo.install()
+    namespace: dict[str, object] = {}
+    exec("from nemo.lens import *", namespace)
+    assert "managed_span" in namespace
+    assert not {"accelerate", "backend", "install", "uninstall"} & namespace.keys()
+
+
+def test_a_finder_of_the_old_kind_is_passed_over(nemo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        def find_module(self, name: str, path: object = None) -> None:
+            return None
+
+    monkeypatch.setattr(sys, "meta_path", [Old(), *sys.meta_path, Old()])
+    for start in (nemo.install, nemo.accelerate):
+        start()
+        with pytest.raises(ImportError):
+            importlib.import_module("nemo.lens.nothing")
+        nemo.uninstall()
+        take_modules("nemo")
+
+
+def test_what_only_looks_like_a_module_is_left_alone(nemo: ModuleType, site: Path) -> None:
+    class LazyDict(ModuleType):
+        @property
+        def __dict__(self) -> dict[str, object]:  # type: ignore[override]
+            raise ImportError("a lazy member could not be imported")
+
+    class Proxy:
+        @property
+        def __class__(self) -> type:  # type: ignore[override]
+            return ModuleType
+
+    class Unbound:
+        @property
+        def __class__(self) -> type:  # type: ignore[override]
+            raise RuntimeError("an unbound proxy")
+
+    odd = {"odd_lazy": LazyDict("odd_lazy"), "odd_proxy": Proxy(), "odd_unbound": Unbound(), "odd_none": None}
+    write(
+        site,
+        nemo__="",
+        nemo__lens__="",
+        nemo__lens__state="_ENABLED_GROUPS = frozenset()\ndef set_enabled_span_groups(groups): pass\n",
+    )
+    original = importlib.import_module("nemo.lens.state")
+    sys.modules.update(odd)  # type: ignore[arg-type]
+    try:
+        nemo.install()
+        assert sys.modules["nemo.lens.state"] is nemo.state
+        nemo.uninstall()
+        assert sys.modules["nemo.lens.state"] is original
+    finally:
+        for name in odd:
+            del sys.modules[name]
+
+
+def test_a_blocked_import_is_blocked_again_afterwards(nemo: ModuleType) -> None:
+    """None in sys.modules makes an import fail."""
+    sys.modules["nemo.lens"] = sys.modules["nemo.lens.contrib"] = None  # type: ignore[assignment]
+    nemo.install()
+    assert importlib.import_module("nemo.lens.contrib.ray") is importlib.import_module("lensfast.contrib.ray")
+    nemo.uninstall()
+    assert sys.modules["nemo.lens"] is None
+    assert sys.modules["nemo.lens.contrib"] is None
+    nemo.accelerate()
+    nemo.uninstall()
+
+
+def test_an_install_that_fails_leaves_everything_as_it_was(
+    nemo: ModuleType, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(site, nemo__="", nemo__lens__="", nemo__lens__helpers="def managed_span(): pass\n")
+    original = importlib.import_module("nemo.lens.helpers")
+    finders = list(sys.meta_path)
+    monkeypatch.setattr(nemo._install, "_take_over", mock.Mock(side_effect=OSError("no")))
+    with pytest.raises(OSError, match="no"):
+        nemo.install()
+    assert sys.meta_path == finders
+    assert sys.modules["nemo.lens.helpers"] is original
+    assert nemo.managed_span.__module__ == "lensfast.helpers"
+
+
+def test_picklers_that_copy_find_the_functions_by_name(nemo: ModuleType) -> None:
+    cloudpickle = pytest.importorskip("cloudpickle")
+    nemo.install()
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    exec(
+        "from nemo.lens import managed_span, set_enabled_span_groups, is_span_group_enabled, trace_fn\n"
+        "def used(): return managed_span, set_enabled_span_groups, is_span_group_enabled, trace_fn\n",
+        namespace,
+    )
+    shipped = pickle.loads(cloudpickle.dumps(namespace["used"]))
+    assert shipped() == (nemo.managed_span, nemo.set_enabled_span_groups, nemo.is_span_group_enabled, nemo.trace_fn)
+
+
+@pytest.mark.parametrize("way", ["install", "accelerate", "run", "run --accelerate"])
+def test_other_threads_that_import_do_not_stop_it(lensfast: ModuleType, tmp_path: Path, way: str) -> None:
+    """A finder that imported anything would wait for a thread that waits for the import system's lock."""
+    start = "" if way.startswith("run") else f"import lensfast; lensfast.{way}()"
+    program = f"""
+import sys, threading
+{start}
+names = ["opentelemetry.trace", "opentelemetry.sdk.trace", "opentelemetry.metrics"]
+def load(name):
+    try:
+        __import__(name)
+    except ImportError:
+        pass
+threads = [threading.Thread(target=load, args=(name,), daemon=True) for name in names]
+for thread in threads:
+    thread.start()
+load("{"nemo.lens" if "accelerate" in way else "nemo.lens.providers"}")
+for thread in threads:
+    thread.join(30)
+print(any(thread.is_alive() for thread in threads))
+"""
+    launcher = ["-m", "lensfast", *way.split(), "--", sys.executable] if way.startswith("run") else []
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "LENSFAST_PURE_PYTHON": str(int(lensfast.backend != "c"))}
+    for _ in range(3):
+        result = subprocess.run(
+            [sys.executable, *launcher, "-c", program],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert (result.returncode, result.stdout) == (0, "False\n"), result.stderr
+
+
 # accelerate()
 
 
@@ -535,3 +669,29 @@ def test_a_nemo_lens_that_fails_to_import_fails_as_before(nemo: ModuleType, site
     with pytest.raises(ValueError, match="broken"):
         importlib.import_module("nemo.lens")
     assert "nemo.lens" not in sys.modules
+
+
+def test_an_unknown_version_of_another_shape_is_left_alone(
+    nemo: ModuleType, site: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(site, nemo__="", nemo__lens__="__version__ = '0.9'\nvalue = 3\n")
+    nemo.accelerate()
+    assert importlib.import_module("nemo.lens").value == 3
+    assert "nemo-lens 0.9 is left as it is" in caplog.text
+
+
+def test_a_known_version_of_another_shape_is_left_alone(
+    nemo: ModuleType, site: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(
+        site,
+        nemo__="",
+        nemo__lens__="__version__ = '0.1.0'\nfrom . import helpers, state\n",
+        nemo__lens__state="_ENABLED_GROUPS = frozenset()\ndef set_enabled_span_groups(groups): pass\n",
+        nemo__lens__helpers="def managed_span(): pass\n",
+    )
+    nemo.accelerate()
+    lens = importlib.import_module("nemo.lens")
+    assert lens.helpers.managed_span is not nemo.managed_span
+    assert type(lens.state) is ModuleType
+    assert "could not be accelerated" in caplog.text

@@ -6,6 +6,8 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -216,6 +218,33 @@ def test_one_that_puts_itself_first_does_not_hide_it_from_children(run, tmp_path
     assert run("--", sys.executable, "-c", program, path=[other]).stdout.split() == ["5", "lensfast"]
 
 
+def test_two_of_them_run_once_each(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """As where `lensfast run` of one environment starts `lensfast run` of another."""
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(Path(AUTO) / "sitecustomize.py", other)
+    last = tmp_path / "last"
+    last.mkdir()
+    (last / "sitecustomize.py").write_text("import sys\nsys.runs = getattr(sys, 'runs', 0) + 1\n")
+    program = (
+        "import sys; print(sys.runs, sum('_Trigger' in repr(finder) for finder in sys.meta_path)); "
+        "import nemo.lens; print(nemo.lens.__name__)"
+    )
+    assert run("--", sys.executable, "-c", program, path=[other, last]).stdout.split() == ["1", "2", "lensfast"]
+
+
+def test_the_program_gets_signals_as_a_shell_would_give_them(run) -> None:  # type: ignore[no-untyped-def]
+    """Python ignores SIGPIPE, and without it `yes | head` would not end quietly."""
+    result = run("--", "sh", "-c", "kill -PIPE $$; echo ignored")
+    assert (result.returncode, result.stdout) == (-signal.SIGPIPE, "")
+
+
+def test_standard_output_may_be_closed(run) -> None:  # type: ignore[no-untyped-def]
+    command = f"exec {sys.executable} -m lensfast run -- sh -c 'exit 5' >&- 2>&-"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(["sh", "-c", command], env=environment).returncode == 5
+
+
 def test_it_can_be_nested(run) -> None:  # type: ignore[no-untyped-def]
     program = "import os, nemo.lens; print(os.environ['PYTHONPATH'].split(os.pathsep).count(os.environ['AUTO']))"
     inner = [sys.executable, "-m", "lensfast", "run", "--", sys.executable, "-c", program]
@@ -249,6 +278,9 @@ def test_a_program_that_cannot_be_run(run, tmp_path: Path) -> None:  # type: ign
     result = run("--", "no-such-program")
     assert result.returncode == 127
     assert "can't run no-such-program: No such file" in result.stderr
+    result = run("--", "")
+    assert result.returncode == 126
+    assert result.stderr.count("\n") == 1
     result = run("--", "./program.py")
     assert result.returncode == 126
     assert "lensfast run -- python" in result.stderr

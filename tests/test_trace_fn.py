@@ -790,3 +790,36 @@ def test_what_is_pickled_by_value_traces_where_it_arrives(lensfast, exporter):
     assert run() == ["plain", "plain", "coroutine", "generator", "method", "static"]
     lensfast.set_enabled_span_groups(frozenset())
     assert run() == []
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch", reason="torch is not installed here")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_region_calls_traced_functions_while_their_group_is_off(lensfast, torch):
+    @lensfast.trace_fn("step", "function")
+    def function(x):
+        return x.sin()
+
+    class Inner(torch.nn.Module):
+        @lensfast.trace_fn("step", "forward")
+        def forward(self, x):
+            return function(x) + 1
+
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            return self.inner(x) * 2
+
+    x = torch.ones(3)
+    for model in (Inner(), Outer(), lambda x: function(x) * 3):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x), model(x))
+    assert torch.equal(torch.export.export(Outer(), (x,), strict=True).module()(x), Outer()(x))
+    assert torch.equal(torch.fx.symbolic_trace(Outer())(x), Outer()(x))
