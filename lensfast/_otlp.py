@@ -50,12 +50,17 @@ def check_variables(signals: list[str]) -> None:
             logged.add(name)
         over_http = _resolve_otlp_protocol(signal).startswith("http/")
         name, text = _otlp_variable(signal, "TIMEOUT")
-        if name and not _is_positive_number(text):
-            raise ValueError(f"{name} must be a positive number of seconds, not {text!r}")
+        if name and not _is_number(text):
+            raise ValueError(f"{name} must be a number of seconds, not {text!r}")
+        if name and not 0 < float(text) < math.inf:
+            logger.warning("%s=%r: nothing can be delivered in that time", name, text)
         name, text = _otlp_variable(signal, "COMPRESSION")
         allowed = ("none", "gzip", "deflate") if over_http else ("none", "gzip")
         if name and text.lower() not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {text!r}")
+            problem = f"{name} must be one of {', '.join(allowed)}, not {text!r}"
+            if not over_http:
+                raise ValueError(problem)
+            logger.warning("%s; nothing is compressed", problem)
         if not (_otlp_variable(signal, "ENDPOINT")[1] or "http://").startswith("http://"):
             for setting in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"):
                 name, text = _otlp_variable(signal, setting)
@@ -63,11 +68,12 @@ def check_variables(signals: list[str]) -> None:
                     raise ValueError(f"{name} must be the path of a PEM file; there is no {text!r}")
 
 
-def _is_positive_number(text: str) -> bool:
+def _is_number(text: str) -> bool:
     try:
-        return 0 < float(text) < math.inf
+        float(text)
     except ValueError:
         return False
+    return True
 
 
 def build_exporter(signal: str, what: str, module: str, class_name: str) -> Any:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import numbers
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ._backend import TRUE_WORDS
-from .groups import SpanGroup, SpanRegistry, resolve_with_class
+from .groups import BuiltInGroups, SpanRegistry, resolve_with_class
 from .state import check_spec
+
+logger = logging.getLogger(__name__)
 
 _FALSE_WORDS = frozenset({"0", "false", "no", "off"})
 _Value = TypeVar("_Value")
@@ -51,37 +54,40 @@ class NemoLensConfig:
         if not isinstance(self.export_sample_rate, numbers.Real) or not 0.0 <= self.export_sample_rate <= 1.0:
             raise ValueError(f"export_sample_rate must be from 0.0 to 1.0, not {self.export_sample_rate!r}")
 
-    def check_types(self) -> None:
-        """Find what a caller may have put into a field by mistake, such as the text of a variable.
+    def check(self) -> None:
+        """Find what a caller has put into a field by mistake, before it fails half-way through a set-up.
 
         Raises:
-            TypeError: a field is of the wrong type; the text names it.
+            TypeError: a field that is going to be used is of a type that can't be; the text names it.
         """
-        for config_field in fields(NemoLensConfig):
-            name, value = config_field.name, getattr(self, config_field.name)
-            if config_field.type == "bool" and isinstance(value, str):
-                raise TypeError(f"NemoLensConfig.{name} must be True or False, not {value!r}")
-            if config_field.type in ("int", "float") and not isinstance(value, numbers.Real):
-                raise TypeError(f"NemoLensConfig.{name} must be a number, not {value!r}")
-            if config_field.type == "str" and not isinstance(value, str):
-                raise TypeError(f"NemoLensConfig.{name} must be a str, not {value!r}")
+        used: dict[str, type] = {"span_groups": str} if self.enabled else {}
+        if self.export_strategy == "single_rank":
+            used["export_rank"] = numbers.Real
+        if self.export_strategy == "sampled" or self.sampler_enabled:
+            used["export_sample_rate"] = numbers.Real
+        for name, wanted in used.items():
+            value = getattr(self, name)
+            if not isinstance(value, wanted):
+                what = "a str" if wanted is str else "a number"
+                raise TypeError(f"NemoLensConfig.{name} must be {what}, not {value!r}")
+        for name in ("enabled", "sampler_enabled", "traces_enabled", "metrics_enabled", "logs_enabled"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                logger.warning("NemoLensConfig.%s is the text %r, which counts as %s", name, value, bool(value))
 
     @property
     def resolved_span_groups(self) -> frozenset[str]:
         """The groups that `span_groups` names now.
 
-        By the group class if there is one, by the registry if a library has registered, else by SpanGroup.
+        By the group class, or SpanGroup if there is none, and the registry, together.
 
         Raises:
-            ValueError: a group class is asked and does not know a name.
+            ValueError: neither knows a name, and there is a group class or the registry is empty.
         """
         snapshot = SpanRegistry._snapshot()
-        span_group_cls = self._span_group_cls
-        if span_group_cls is None:
-            if snapshot.groups:
-                return snapshot.resolve(self.span_groups)[0]
-            span_group_cls = SpanGroup
-        check_spec(self.span_groups, span_group_cls)
+        span_group_cls = self._span_group_cls or BuiltInGroups
+        if self._span_group_cls is not None or not snapshot.groups:
+            check_spec(self.span_groups, span_group_cls)
         return resolve_with_class(self.span_groups, span_group_cls, snapshot)[0]
 
     @classmethod

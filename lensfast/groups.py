@@ -253,6 +253,14 @@ class SpanRegistry:
             return RegistrySnapshot(dict(cls._GROUPS), dict(cls._PRESETS))
 
 
+class BuiltInGroups(SpanGroup):
+    """SpanGroup for programs that name no class: where a library has registered a group, its presets decide on that."""
+
+    @classmethod
+    def resolve(cls, spec: str) -> frozenset[str]:
+        return super().resolve(spec) - SpanRegistry.groups()
+
+
 def resolve_with_class(
     spec: str, span_group_cls: Any, snapshot: RegistrySnapshot
 ) -> tuple[frozenset[str], frozenset[str]]:

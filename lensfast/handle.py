@@ -18,6 +18,7 @@ from . import state
 from ._backend import TRUE_WORDS
 from ._spans import PACKAGE_SCOPE
 from .config import NemoLensConfig
+from .groups import BuiltInGroups
 from .strategies import get_export_strategy
 
 if TYPE_CHECKING:
@@ -176,8 +177,9 @@ def setup_telemetry(
     enabled. On every other rank, or if `config.enabled` is false, nothing is installed, no group is enabled, and no
     span object is ever made. Everything is validated before anything is installed.
 
-    Groups: names are looked up in `config._span_group_cls` (if given) and in SpanRegistry, live. Without a class, and
-    as long as no library has registered, the eight groups of SpanGroup stand in.
+    Groups: names are looked up in `config._span_group_cls` and in SpanRegistry, live. Without a class those groups of
+    SpanGroup count that no library has registered, unless the caller is of the nightly generation, which has none (see
+    resource_attributes).
 
     Args:
         config: its run_id is filled in if empty.
@@ -190,7 +192,7 @@ def setup_telemetry(
 
     Raises:
         RuntimeError: telemetry has already been set up in this process.
-        TypeError: `config`, or one of its fields, is of the wrong type.
+        TypeError: `config` lacks a field, or one that is going to be used is of the wrong type.
         ValueError: unknown exporter, export strategy or (with a group class) group, or an environment variable with a
             value that can't be used; the text names it and what is allowed.
         ImportError: the SDK is not installed.
@@ -198,10 +200,12 @@ def setup_telemetry(
     Not thread-safe: call it from the main thread.
     """
     global _INITIALIZED
-    # By name: one of nemo.lens's own, made before install(), will do.
-    if not isinstance(config, NemoLensConfig) and type(config).__name__ != NemoLensConfig.__name__:
-        raise TypeError(f"setup_telemetry() takes a NemoLensConfig, not {type(config).__name__}")
-    NemoLensConfig.check_types(config)
+    try:
+        # By its fields: one of nemo.lens's own, made before install(), will do, or a stand-in of the caller's.
+        NemoLensConfig.check(config)
+    except AttributeError as error:
+        raise TypeError(f"setup_telemetry() takes a NemoLensConfig, not {type(config).__name__}: {error}") from None
+    span_group_cls = getattr(config, "_span_group_cls", None)
     if _INITIALIZED and config.enabled and not _allow_reinit:
         raise RuntimeError(
             "telemetry has already been initialised in this process; call setup_telemetry() once, and keep its handle"
@@ -222,11 +226,12 @@ def setup_telemetry(
         _INITIALIZED = _INITIALIZED or config.enabled
         return _OffHandle(trace.get_tracer(PACKAGE_SCOPE), _metrics().get_meter(PACKAGE_SCOPE))
 
-    from .providers import build_providers
+    from .providers import build_providers, nightly_rank
 
-    state.check_spec(config.span_groups, config._span_group_cls)
+    state.check_spec(config.span_groups, span_group_cls)
     reaches_exporter = build_providers(config, rank, world_size, resource_attributes, span_exporter, metric_reader)
-    state.follow_spec(config.span_groups, config._span_group_cls, built_in_groups=True)
+    built_in = BuiltInGroups if nightly_rank(resource_attributes) is None else None
+    state.follow_spec(config.span_groups, span_group_cls or built_in)
     _INITIALIZED = True
     handle = TelemetryHandle(trace.get_tracer(PACKAGE_SCOPE), _metrics().get_meter(PACKAGE_SCOPE), reaches_exporter)
     _shut_down_at_exit(handle)

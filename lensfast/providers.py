@@ -197,8 +197,10 @@ def build_providers(
         _reject_exporter(config.exporter)
     if config.exporter == "otlp":
         check_variables(built_here)
-    if config.traces_enabled or config.logs_enabled:
-        _check_batch_variables()
+    if config.traces_enabled:
+        _check_batch_variables("OTEL_BSP")
+    if config.logs_enabled:
+        _check_batch_variables("OTEL_BLRP")
     metric_interval_ms = _metric_interval_ms() if signals["metrics"] else 0
     forget_collectors()
     resource = _build_resource(config, rank, world_size, resource_attributes)
@@ -265,6 +267,15 @@ def _meter_provider_is_taken() -> bool:
     return present is not None
 
 
+def nightly_rank(resource_attributes: Mapping[str, Any] | None) -> Any:
+    """The rank as callers of the nightly generation, or their launchers, say it; None for callers of the older ones.
+
+    That generation has no parameter for it, so this attribute is what it is known by.
+    """
+    rank = (resource_attributes or {}).get("nv.dl.rank", get_otel_resource_attributes().get("nv.dl.rank"))
+    return None if rank == "" else rank
+
+
 def _build_resource(
     config: NemoLensConfig, rank: int, world_size: int, resource_attributes: Mapping[str, Any] | None
 ) -> Any:
@@ -277,9 +288,8 @@ def _build_resource(
 
     given = resource_attributes or {}
     inherited = normalize_resource_attributes(get_otel_resource_attributes())
-    # The nightly generation has no rank parameters: its callers, or their launchers, say the rank by this attribute.
-    nightly_rank = given.get("nv.dl.rank", inherited.get("nv.dl.rank"))
-    nightly = nightly_rank not in (None, "")
+    said_rank = nightly_rank(given)
+    nightly = said_rank is not None
     attributes: dict[str, Any] = {
         **(inherited if nightly else {"dl.rank": rank, "dl.world_size": world_size}),
         "service.name": config.service_name,
@@ -289,7 +299,7 @@ def _build_resource(
         attributes["nemo.run.id"] = config.run_id
         # Only here may there be one already: that of OTEL_RESOURCE_ATTRIBUTES.
         attributes["service.instance.id"] = (
-            attributes.get("service.instance.id") or f"{config.run_id}-rank{nightly_rank if nightly else rank}"
+            attributes.get("service.instance.id") or f"{config.run_id}-rank{said_rank if nightly else rank}"
         )
     for key, value in (
         ("nemo.user.id", config.user),
@@ -352,39 +362,41 @@ def _build_logger_provider(config: NemoLensConfig, resource: Any) -> Any:
     return provider
 
 
-def _positive_variable(name: str, unit: str, default: int) -> int:
-    """The value of an environment variable that the SDK would read later, and explain less.
-
-    Raises:
-        ValueError: it is not a positive integer.
-    """
-    text = os.environ.get(name)
+def _metric_interval_ms() -> int:
+    text = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL")
     if text is None:
-        return default
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value <= 0:
-        raise ValueError(f"{name} must be a positive integer{unit}, not {text!r}")
+        return _DEFAULT_METRIC_INTERVAL_MS
+    value = _integer(text)
+    if value is None or value <= 0:
+        raise ValueError(f"OTEL_METRIC_EXPORT_INTERVAL must be a positive integer of milliseconds, not {text!r}")
     return value
 
 
-def _metric_interval_ms() -> int:
-    return _positive_variable("OTEL_METRIC_EXPORT_INTERVAL", " of milliseconds", _DEFAULT_METRIC_INTERVAL_MS)
+def _integer(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        return None
 
 
-def _check_batch_variables() -> None:
-    for prefix in ("OTEL_BSP", "OTEL_BLRP"):
-        for name in ("SCHEDULE_DELAY", "EXPORT_TIMEOUT"):
-            _positive_variable(f"{prefix}_{name}", " of milliseconds", 1)
-        queue = _positive_variable(f"{prefix}_MAX_QUEUE_SIZE", "", 2048)
-        batch = _positive_variable(f"{prefix}_MAX_EXPORT_BATCH_SIZE", "", 512)
-        if batch > queue:
-            raise ValueError(
-                f"{prefix}_MAX_EXPORT_BATCH_SIZE ({batch}, default 512) must not be larger than "
-                f"{prefix}_MAX_QUEUE_SIZE ({queue}, default 2048)"
-            )
+def _check_batch_variables(prefix: str) -> None:
+    """Raise for what the SDK would refuse, and explain less. What it can't read it replaces by its default, with a log.
+
+    Raises:
+        ValueError: a number that is not positive, or a batch larger than the queue.
+    """
+    values = {}
+    for name, default in (("SCHEDULE_DELAY", 5000), ("MAX_QUEUE_SIZE", 2048), ("MAX_EXPORT_BATCH_SIZE", 512)):
+        read = _integer(os.environ.get(f"{prefix}_{name}", ""))
+        values[name] = value = default if read is None else read
+        if value <= 0:
+            raise ValueError(f"{prefix}_{name} must be a positive integer, not {value}")
+    queue, batch = values["MAX_QUEUE_SIZE"], values["MAX_EXPORT_BATCH_SIZE"]
+    if batch > queue:
+        raise ValueError(
+            f"{prefix}_MAX_EXPORT_BATCH_SIZE ({batch}, default 512) must not be larger than "
+            f"{prefix}_MAX_QUEUE_SIZE ({queue}, default 2048)"
+        )
 
 
 class _ExportResultTrackingSpanExporter:
@@ -443,7 +455,7 @@ def _build_span_emitter_provider(
         if config.exporter == "otlp":
             check_variables(["traces"])
         span_exporter = _build_span_exporter(config)
-    _check_batch_variables()
+    _check_batch_variables("OTEL_BSP")
     exporter: Any = _ExportResultTrackingSpanExporter(span_exporter)
     resource = Resource.create(
         {

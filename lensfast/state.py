@@ -37,8 +37,7 @@ is_span_group_enabled = gate.is_span_group_enabled
 # Lock order: this one before the registry's.
 _LOCK = threading.RLock()
 _spec: str | None = None
-_span_group_cls: Any = None  # an older group class whose names count beside the registry's
-_built_in_groups = False  # whether SpanGroup stands in while the registry is empty
+_span_group_cls: Any = None  # an older group class whose names count beside the registry's; setup_telemetry sets it
 _pending: frozenset[str] = frozenset()
 _reported: tuple[str, frozenset[str]] | None = None
 # The original's names, which tests of its users assign to.
@@ -60,10 +59,10 @@ def set_enabled_span_groups(groups: Iterable[str]) -> None:
     Raises:
         TypeError: `groups` is not a collection of hashable values, or is a str.
     """
-    global _spec, _span_group_cls, _pending, _reported
+    global _spec, _pending, _reported
     exact = _exact(groups)
     with _LOCK:
-        _spec, _span_group_cls, _pending, _reported = None, None, frozenset(), None
+        _spec, _pending, _reported = None, frozenset(), None
         _publish(exact)
 
 
@@ -106,13 +105,14 @@ def set_span_group_spec(spec: str) -> None:
     """Enable what `spec` names, now and whenever registrations change.
 
     Args:
-        spec: group and preset names, comma-separated, in any case, such as `"default,layer"`. A name that nobody has
-            registered is logged, stays pending and takes effect once it is registered.
+        spec: group and preset names, comma-separated, in any case, such as `"default,layer"`, of the registry and of
+            the group class that setup_telemetry was given. A name that nobody has registered is logged, stays pending
+            and takes effect once it is registered.
 
     Raises:
         TypeError: `spec` is not a str.
     """
-    follow_spec(spec)
+    follow_spec(spec, _span_group_cls)
 
 
 def check_spec(spec: str, span_group_cls: Any = None) -> None:
@@ -130,12 +130,12 @@ def check_spec(spec: str, span_group_cls: Any = None) -> None:
             span_group_cls.resolve(spec)  # raises the class's own error
 
 
-def follow_spec(spec: str, span_group_cls: Any = None, built_in_groups: bool = False) -> None:
+def follow_spec(spec: str, span_group_cls: Any) -> None:
     """set_span_group_spec() for setup_telemetry, which knows of the older group classes."""
-    global _spec, _span_group_cls, _built_in_groups, _reported
+    global _spec, _span_group_cls, _reported
     check_spec(spec)
     with _LOCK:
-        _spec, _span_group_cls, _built_in_groups, _reported = spec, span_group_cls, built_in_groups, None
+        _spec, _span_group_cls, _reported = spec, span_group_cls, None
         message = _resolve()
     if message:
         logger.warning(message)
@@ -181,8 +181,6 @@ def _resolve() -> str | None:
         return None
     snapshot = _groups.SpanRegistry._snapshot()
     span_group_cls = _span_group_cls
-    if span_group_cls is None and _built_in_groups and not snapshot.groups:
-        span_group_cls = _groups.SpanGroup
     if span_group_cls is None:
         enabled, pending = snapshot.resolve(spec)
     else:

@@ -105,6 +105,7 @@ def reset_telemetry() -> None:
     """
     _reset_opentelemetry()
     handle._INITIALIZED = False
+    state._span_group_cls = None
     # Pinned first, so that clearing the registry resolves no spec.
     state.set_enabled_span_groups(frozenset())
     _restore_registries(({}, {}, {}, _BUILTIN_STRATEGIES))
@@ -208,7 +209,7 @@ def capture_spans(
     @contextmanager
     def capture(groups: str | Iterable[str]) -> Iterator[CapturedSpans]:
         chosen = _group_names(groups)
-        spec, span_group_cls, built_in_groups = state._spec, state._span_group_cls, state._built_in_groups
+        spec = state._spec
         enabled_before = state.enabled_span_groups()
         start = len(span_exporter.get_finished_spans())
         spans = CapturedSpans(lambda: span_exporter.get_finished_spans()[start:])
@@ -221,7 +222,7 @@ def capture_spans(
             if spec is None:
                 state.set_enabled_span_groups(enabled_before)
             else:
-                state.follow_spec(spec, span_group_cls, built_in_groups)
+                state.set_span_group_spec(spec)
 
     return capture
 

@@ -408,23 +408,49 @@ def test_a_class_and_the_registry_together(lensfast, exporter, caplog):
 
 
 def test_setup_with_the_registry(lensfast, exporter, caplog):
-    lensfast.SpanRegistry.register("lib", {"step"}, {"default": {"step"}})
+    """Programs of the older generations have those of the eight groups that no library has taken over."""
+    lensfast.SpanRegistry.register("lib", {"checkpoint", "layer"}, {"default": {"layer"}})
     config = lensfast.NemoLensConfig(enabled=True, span_groups="default,typo", metrics_enabled=False)
-    assert config.resolved_span_groups == {"step"}
+    expected = {"job", "evaluate", "layer"}
+    assert config.resolved_span_groups == expected
     lensfast.setup_telemetry(config, span_exporter=exporter)
-    assert lensfast.enabled_span_groups() == {"step"}
+    assert lensfast.enabled_span_groups() == expected
     assert lensfast.state.pending_span_groups() == {"typo"}
     assert any("no library registered in this process provides" in message for message in messages(caplog))
 
 
-def test_setup_with_neither_uses_the_eight_groups_until_somebody_registers(lensfast, exporter, caplog):
+def test_setup_with_neither_uses_the_eight_groups(lensfast, exporter, caplog):
     config = lensfast.NemoLensConfig(enabled=True, span_groups="default", metrics_enabled=False)
     assert config.resolved_span_groups == {"job", "checkpoint", "evaluate"}
     lensfast.setup_telemetry(config, span_exporter=exporter)
     assert lensfast.enabled_span_groups() == {"job", "checkpoint", "evaluate"}
     assert [message for message in messages(caplog) if "span group" in message] == []
     lensfast.SpanRegistry.register("late", {"late"}, {"default": {"late"}})
-    assert lensfast.enabled_span_groups() == {"late"}
+    assert lensfast.enabled_span_groups() == {"job", "checkpoint", "evaluate", "late"}
+
+
+@pytest.mark.parametrize("said_by", ["argument", "environment"])
+def test_setup_of_a_nightly_caller_has_the_registry_only(lensfast, exporter, caplog, monkeypatch, said_by):
+    attributes = {"nv.dl.rank": 0} if said_by == "argument" else None
+    if said_by == "environment":
+        monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "nv.dl.rank=0")
+    config = lensfast.NemoLensConfig(enabled=True, span_groups="default", metrics_enabled=False)
+    lensfast.setup_telemetry(config, resource_attributes=attributes, span_exporter=exporter)
+    assert lensfast.enabled_span_groups() == frozenset()
+    assert any("no library has registered any span groups" in message for message in messages(caplog))
+    lensfast.SpanRegistry.register("lib", {"step"}, {"default": {"step"}})
+    assert lensfast.enabled_span_groups() == {"step"}
+
+
+def test_a_spec_set_later_knows_the_group_class(lensfast, exporter):
+    config = lensfast.NemoLensConfig(enabled=True, span_groups="job", metrics_enabled=False)
+    config._span_group_cls = megatron_class(lensfast)
+    lensfast.setup_telemetry(config, span_exporter=exporter)
+    lensfast.state.set_span_group_spec("layer")
+    assert lensfast.enabled_span_groups() == {"layer"}
+    lensfast.set_enabled_span_groups(frozenset())
+    lensfast.state.set_span_group_spec("all")
+    assert lensfast.enabled_span_groups() == megatron_class(lensfast).ALL_GROUPS
 
 
 def test_setup_with_neither_and_an_unknown_name_warns(lensfast, exporter, caplog):

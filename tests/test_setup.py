@@ -11,6 +11,7 @@ import random
 import re
 import socket
 import threading
+import types
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -469,26 +470,20 @@ WRONG = [
         for text in ("abc", "", "1.5", "0", "-5")
     ),
     *(
-        ({name: text}, {}, rf"^{name} must be a positive integer.*, not '{text}'")
-        for name in (
-            "OTEL_BSP_SCHEDULE_DELAY",
-            "OTEL_BSP_EXPORT_TIMEOUT",
-            "OTEL_BSP_MAX_QUEUE_SIZE",
-            "OTEL_BSP_MAX_EXPORT_BATCH_SIZE",
-            "OTEL_BLRP_MAX_QUEUE_SIZE",
-        )
-        for text in ("abc", "0", "-5")
+        ({f"{prefix}_{name}": text}, {"logs_enabled": True}, rf"^{prefix}_{name} must be .*, not {text}")
+        for prefix in ("OTEL_BSP", "OTEL_BLRP")
+        for name in ("SCHEDULE_DELAY", "MAX_QUEUE_SIZE", "MAX_EXPORT_BATCH_SIZE")
+        for text in ("0", "-5")
     ),
     ({"OTEL_BSP_MAX_QUEUE_SIZE": "100"}, {}, r"_BATCH_SIZE \(512, .* larger than OTEL_BSP_MAX_QUEUE_SIZE \(100, "),
     *(
         ({"OTEL_EXPORTER_OTLP_TIMEOUT": text, **extra}, {}, rf"^OTEL_EXPORTER_OTLP_TIMEOUT must be .*, not '{text}'")
-        for text in ("abc", "0", "-1", "nan")
+        for text in ("abc", "1s")
         for extra in ({}, HTTP)
     ),
     ({"OTEL_EXPORTER_OTLP_METRICS_TIMEOUT": "x"}, {}, r"^OTEL_EXPORTER_OTLP_METRICS_TIMEOUT must be "),
     ({"OTEL_EXPORTER_OTLP_COMPRESSION": "zip"}, {}, r"^OTEL_EXPORTER_OTLP_COMPRESSION must be one of none, gzip, not"),
     ({"OTEL_EXPORTER_OTLP_COMPRESSION": "deflate"}, {}, r"_COMPRESSION must be one of none, gzip, not 'deflate'"),
-    ({"OTEL_EXPORTER_OTLP_COMPRESSION": "zip", **HTTP}, {}, r"_COMPRESSION must be one of none, gzip, deflate, not"),
     ({"OTEL_EXPORTER_OTLP_TRACES_COMPRESSION": "zip"}, {}, r"^OTEL_EXPORTER_OTLP_TRACES_COMPRESSION must be "),
     ({"OTEL_EXPORTER_OTLP_CERTIFICATE": "/no/ca.pem", **TLS}, {}, r"^OTEL_EXPORTER_OTLP_CERTIFICATE .*'/no/ca.pem'"),
     ({"OTEL_EXPORTER_OTLP_CERTIFICATE": "/no/ca.pem", **TLS, **HTTP}, {}, r"^OTEL_EXPORTER_OTLP_CERTIFICATE must be"),
@@ -524,6 +519,35 @@ def test_an_error_leaves_the_process_as_it_was(
     for name in environ:
         monkeypatch.delenv(name)
     assert_that_set_up_works(lensfast)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"OTEL_BSP_SCHEDULE_DELAY": ""}, ""),
+        ({"OTEL_BSP_MAX_QUEUE_SIZE": "abc"}, ""),
+        ({"OTEL_BSP_EXPORT_TIMEOUT": "0"}, ""),
+        ({"OTEL_BLRP_MAX_QUEUE_SIZE": "100"}, ""),  # smaller than a batch, but there are no logs
+        ({"OTEL_EXPORTER_OTLP_TIMEOUT": "0"}, "OTEL_EXPORTER_OTLP_TIMEOUT='0': nothing can be delivered in that time"),
+        (
+            {"OTEL_EXPORTER_OTLP_COMPRESSION": "zip", **HTTP},
+            "OTEL_EXPORTER_OTLP_COMPRESSION must be one of none, gzip, deflate, not 'zip'; nothing is compressed",
+        ),
+    ],
+)
+def test_what_the_sdk_puts_up_with_is_no_error(
+    lensfast: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    environ: dict[str, str],
+    message: str,
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    handle = lensfast.setup_telemetry(lensfast.NemoLensConfig(enabled=True, metrics_enabled=False))
+    assert handle.is_exporting is True
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("lensfast")]
+    assert ours == ([message] if message else [])
 
 
 def test_a_variable_of_what_is_not_used_is_not_looked_at(
@@ -1345,13 +1369,9 @@ def test_without_the_sdk(tmp_path: Path, backend: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("enabled", "no", "NemoLensConfig.enabled must be True or False, not 'no'"),
-        ("traces_enabled", "1", "NemoLensConfig.traces_enabled must be True or False"),
         ("export_rank", "3", "NemoLensConfig.export_rank must be a number, not '3'"),
-        ("export_sample_rate", None, "NemoLensConfig.export_sample_rate must be a number"),
         ("span_groups", ["step"], r"NemoLensConfig.span_groups must be a str, not \['step'\]"),
-        ("exporter", None, "NemoLensConfig.exporter must be a str, not None"),
-        ("run_id", 5, "NemoLensConfig.run_id must be a str, not 5"),
+        ("span_groups", None, "NemoLensConfig.span_groups must be a str, not None"),
     ],
 )
 def test_fields_of_the_wrong_type(lensfast, field, value, message):
@@ -1361,6 +1381,52 @@ def test_fields_of_the_wrong_type(lensfast, field, value, message):
         lensfast.setup_telemetry(config)
     assert lensfast.handle._INITIALIZED is False
     assert trace._TRACER_PROVIDER is None
+
+
+def test_a_sample_rate_of_the_wrong_type_where_it_is_used(lensfast):
+    config = lensfast.NemoLensConfig(enabled=True, export_strategy="sampled")
+    config.export_sample_rate = "0.5"
+    with pytest.raises(TypeError, match=r"export_sample_rate must be a number, not '0\.5'"):
+        lensfast.setup_telemetry(config)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((field, None) for field in ("run_id", "user", "wandb_entity", "wandb_project", "service_name", "exporter")),
+        ("run_id", 123),
+        ("export_sample_rate", None),
+    ],
+)
+def test_fields_that_the_original_puts_up_with(lensfast, caplog, field, value, enabled):
+    """A program sets what it does not know to None."""
+    config = lensfast.NemoLensConfig(enabled=enabled)
+    setattr(config, field, value)
+    exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
+    handle = lensfast.setup_telemetry(config, span_exporter=exporter, metric_reader=reader)
+    assert handle.is_exporting is enabled
+    with lensfast.managed_span("job", "work"):
+        pass
+    handle.shutdown()
+    assert span_names(exporter) == (["work"] if enabled else [])
+
+
+def test_a_flag_that_is_text_counts_as_python_has_it_and_is_logged(lensfast, caplog):
+    config = lensfast.NemoLensConfig(enabled="no")
+    options = {"span_exporter": InMemorySpanExporter(), "metric_reader": InMemoryMetricReader()}
+    assert lensfast.setup_telemetry(config, **options).is_exporting is True
+    assert "NemoLensConfig.enabled is the text 'no', which counts as True" in messages(caplog)
+
+
+def test_a_config_of_the_callers_own(lensfast):
+    fields = dataclasses.asdict(lensfast.NemoLensConfig(enabled=True, span_groups="step"))
+    del fields["_span_group_cls"]
+    config = types.SimpleNamespace(**fields)
+    exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
+    assert lensfast.setup_telemetry(config, span_exporter=exporter, metric_reader=reader).is_exporting is True
+    assert config.run_id
+    assert lensfast.enabled_span_groups() == {"step"}
 
 
 def test_numbers_of_other_types(lensfast, exporter):

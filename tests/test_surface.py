@@ -106,6 +106,11 @@ NEWER = {
     "resources.attributes.get_otel_resource_attributes": "environ=None",
     "resources.attributes.publish_otel_resource_attributes": "attributes environ=None",
     "resources.attributes.check_resource_attributes": "attrs required=() forbidden=() env_value=None",
+    "resources.attributes.parse_otel_resource_attributes": "value",
+    "resources.attributes.format_otel_resource_attributes": "attrs",
+    "resources.attributes.extend_otel_resource_attributes": "value defaults=None overrides=None",
+    "resources.attributes.set_otel_resource_attributes": "attributes environ=None",
+    "semconv.resources.normalize_resource_attributes": "attrs",
     "semconv.encoding.compose_attributes": "current defaults=None overrides=None",
     "semconv.encoding.convert_attribute": "key value converters",
     "span_utilities.emit_span": """

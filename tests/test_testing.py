@@ -186,7 +186,7 @@ def test_everything(clean_telemetry, monkeypatch, run, caplog):
     assert handle.is_exporting
     lensfast.SpanRegistry.register("late", {"late"})
     lensfast.SpanRegistry.unregister("mylib")
-    assert lensfast.enabled_span_groups() == {"late"}
+    assert lensfast.enabled_span_groups() == {"late", "job", "checkpoint", "evaluate"}
     with lensfast.managed_span("late", "n") as span:
         assert "run" not in span.attributes
     lensfast.register_export_strategy("mine", lambda *_: False)

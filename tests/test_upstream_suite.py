@@ -1,4 +1,4 @@
-"""nemo-lens 0.1.0's own test suite, from its source distribution, on lensfast.install(): all of it passes.
+"""nemo-lens 0.1.0's own test suite, from its source distribution, on install() and accelerate(): all of it passes.
 
 It is downloaded from PyPI; LENSFAST_NEMO_LENS_SDIST names a copy to use instead.
 """
@@ -99,14 +99,17 @@ def test_on_nemo_lens_itself(suite, tmp_path):
     if importlib.util.find_spec("nemo") is None:
         pytest.skip("nemo-lens is not installed (pip install nemo-lens==0.1.0)")
     outcomes, output = run(suite, tmp_path / "report.xml")
-    assert "nemo.lens is nemo.lens" in output
+    assert "nemo.lens is nemo.lens, managed_span its own" in output
     check(outcomes, output)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_on_lensfast(suite, tmp_path, backend):
+@pytest.mark.parametrize("way", ["install", "accelerate"])
+def test_on_lensfast(suite, tmp_path, way, backend):
+    if way == "accelerate" and importlib.util.find_spec("nemo") is None:
+        pytest.skip("nemo-lens is not installed (pip install nemo-lens==0.1.0)")
     load_backend(backend)  # skips where there is none
-    environment = {"LENSFAST_UPSTREAM": "install", "LENSFAST_PURE_PYTHON": str(int(backend == "python"))}
+    environment = {"LENSFAST_UPSTREAM": way, "LENSFAST_PURE_PYTHON": str(int(backend == "python"))}
     outcomes, output = run(suite, tmp_path / "report.xml", **environment)
-    assert "nemo.lens is lensfast" in output
+    assert f"nemo.lens is {'lensfast' if way == 'install' else 'nemo.lens'}, managed_span lensfast's" in output
     check(outcomes, output)

@@ -1,12 +1,13 @@
 """The conftest.py that nemo-lens's own test suite needs, and that its source distribution lacks.
 
-tests/test_upstream_suite.py puts it beside those tests. LENSFAST_UPSTREAM=install makes nemo.lens lensfast before they
-import it.
+tests/test_upstream_suite.py puts it beside those tests. LENSFAST_UPSTREAM=install or accelerate calls that before they
+import nemo.lens.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -16,16 +17,18 @@ from opentelemetry.util._once import Once
 
 __all__ = ["InMemorySpanExporter"]  # the tests import it from here
 
-if os.environ.get("LENSFAST_UPSTREAM") == "install":
+if "LENSFAST_UPSTREAM" in os.environ:
     import lensfast
 
-    lensfast.install()
+    getattr(lensfast, os.environ["LENSFAST_UPSTREAM"])()
 
-from nemo.lens import handle, state, strategies
+from nemo.lens import handle, managed_span, state, strategies
 
 
 def pytest_report_header() -> str:
-    return f"nemo.lens is {handle.__name__.rpartition('.')[0]}"
+    fast = getattr(sys.modules.get("lensfast"), "managed_span", None)
+    owner = "lensfast's" if managed_span is fast else "its own"
+    return f"nemo.lens is {handle.__name__.rpartition('.')[0]}, managed_span {owner}"
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ it is thread-safe, except that observable instruments call their callbacks from 
 
 from __future__ import annotations
 
+import decimal
 import functools
 import logging
 import numbers
@@ -158,7 +159,7 @@ class MetricGroup:
                 try:
                     if attributes is not None and not isinstance(attributes, Mapping):
                         raise TypeError(f"attributes must be a mapping, not {attributes!r}")
-                    if not isinstance(value, numbers.Real):
+                    if not isinstance(value, (numbers.Real, decimal.Decimal)):
                         raise TypeError(f"not a number: {value!r} (a tensor or array: by .item())")
                     # Exporters can't write numpy's scalars.
                     number = int(value) if isinstance(value, numbers.Integral) else float(value)

@@ -90,13 +90,13 @@ _INTEGERS: _Types = {
 }
 
 
-def normalize_resource_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def normalize_resource_attributes(attrs: Mapping[str, Any]) -> dict[str, Any]:
     """A new dict, in which the text of a number has become an int where the key is known to hold one.
 
     What is no integer is kept, with a warning. slurm.* keys are left alone: detect_slurm knows about them.
     """
     normalized = {}
-    for key, value in attributes.items():
+    for key, value in attrs.items():
         try:
             normalized[key] = convert_attribute(key, value, _INTEGERS)
         except ValueError as error:
