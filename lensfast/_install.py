@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import os
 import sys
@@ -30,6 +31,7 @@ _THEIRS = "nemo.lens"
 # Consumers check where these come from; nothing else is renamed, so that pickles stay readable without install().
 _PRESENTED = (helpers, state)
 _HOT = ((helpers, ("managed_span", "span_cm", "trace_fn")), (state, ("is_span_group_enabled",)))
+_NOT_INSTALLED = "accelerate() has no effect: nemo-lens is not installed (install() does without it)"
 _ACCELERATED_VERSIONS = frozenset({"0.1.0"})
 
 _lock = threading.RLock()
@@ -66,12 +68,8 @@ def install() -> None:
         except BaseException:
             _undo_all()
             raise
-        from importlib import metadata
-
-        try:
-            other = f"nemo-lens {metadata.version('nemo-lens')}, which is installed, is not used"
-        except metadata.PackageNotFoundError:
-            other = "nemo-lens is not installed"
+        version = _nemo_lens_version()
+        other = f"nemo-lens {version}, which is installed, is not used" if version else "nemo-lens is not installed"
         logger.info(
             "nemo.lens is lensfast %s (%s gate) from now on; %s; %d earlier references to it were replaced",
             __version__, _backend.backend, other, replaced,
@@ -85,15 +83,19 @@ def accelerate() -> None:
     set-up, exporters, configuration and all the rest stay nemo-lens's. The gate follows nemo.lens.state, also where its
     `_ENABLED_GROUPS` is assigned to. Done at once where nemo.lens has been imported, else when it is.
 
-    Knows nemo-lens 0.1.0. Any other version is left alone, with a warning. One INFO record on the logger `lensfast`
-    says what was done. A second call, or one after install(), does nothing. uninstall() reverses it.
+    Knows nemo-lens 0.1.0. Any other version is left alone, with a warning; so is a missing one. One INFO record on the
+    logger `lensfast` says what was done. A second call, or one after install(), does nothing. uninstall() reverses it.
     """
     with _lock:
         if _undo:
+            if any(isinstance(finder, _LensFinder) for finder in sys.meta_path):
+                logger.info("accelerate() changes nothing: nemo.lens is lensfast, by install()")
             return
         if sys.modules.get(_THEIRS) is not None:
             _accelerate_imported()
         else:
+            if importlib.util.find_spec("nemo") is None:
+                logger.warning(_NOT_INSTALLED)
             finder = _AccelerateOnImport()
             sys.meta_path.insert(0, finder)
             _undo.append(lambda: _remove_finders(finder))
@@ -107,6 +109,15 @@ def uninstall() -> None:
     """
     with _lock:
         _undo_all()
+
+
+def _nemo_lens_version() -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version("nemo-lens")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _undo_all() -> None:
@@ -206,8 +217,12 @@ class _AccelerateOnImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        spec = _find_without(self, fullname, path) if fullname == _THEIRS else None
-        if spec is not None and spec.loader is not None:
+        if fullname != _THEIRS:
+            return None
+        spec = _find_without(self, fullname, path)
+        if spec is None:
+            logger.warning(_NOT_INSTALLED)
+        elif spec.loader is not None:
             spec.loader = _AcceleratingLoader(spec.loader)
         return spec
 

@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: by argparse: with 0 after --help and --version, with 2 after a wrong option.
     """
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = _parser().parse_args(argv)
     try:
         if arguments.command == "demo":
             options = demo.Options(arguments.steps, arguments.microbatches, arguments.layers, arguments.model)
@@ -69,13 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = _emit_spans(arguments.service, arguments.span)
         elif arguments.command == "set-slurm-resource-attrs":
             if arguments.stage == "sbatch" and arguments.container_image is not None:
-                parser.error("set-slurm-resource-attrs: --container-image goes with --stage task")
+                arguments.error("--container-image goes with --stage task")
             _set_slurm_resource_attrs(arguments.stage, arguments.container_image)
             status = 0
         elif arguments.command == "run":
             program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
             if not program:
-                parser.error("run: no program is given: lensfast run -- python train.py")
+                arguments.error("no program is given: lensfast run -- python train.py")
             status = launch.launch(program, arguments.accelerate)
         else:
             status = 0
@@ -140,6 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     add = slurm_parser.add_argument
     add("--stage", required=True, choices=("sbatch", "task"), help="in the batch script, or in each task of srun")
     add("--container-image", metavar="X", help="the image that the task runs in")
+    for command_parser in (run_parser, slurm_parser):
+        command_parser.set_defaults(error=command_parser.error)
     return parser
 
 
@@ -163,9 +164,24 @@ def _info() -> Iterator[tuple[str, str]]:
         yield "opentelemetry-sdk", metadata.version("opentelemetry-sdk")
     except metadata.PackageNotFoundError:
         yield "opentelemetry-sdk", "not installed (pip install 'lensfast[sdk]')"
+    yield "nemo.lens", _nemo_lens()
     enabled = ", ".join(sorted(enabled_span_groups()))
     yield "enabled groups", enabled or "none (each process enables its own, by setup_telemetry())"
     yield "environment", _environment()
+
+
+def _nemo_lens() -> str:
+    """What a program that imports nemo.lens gets here."""
+    try:
+        found = importlib.import_module("nemo.lens")
+    except ImportError:
+        return "not installed (under `lensfast run`: lensfast)"
+    if found is lensfast:
+        return "lensfast"
+    how = (
+        "with lensfast's gate" if getattr(found, "managed_span", None) is lensfast.managed_span else "without lensfast"
+    )
+    return f"nemo-lens {getattr(found, '__version__', 'of unknown version')}, {how}"
 
 
 def _emit_spans(service: str, specs: Sequence[str]) -> int:
@@ -239,6 +255,8 @@ def _parse_spans(specs: Sequence[str]) -> tuple[dict[str, tuple[str, str, str]],
 
 def _set_slurm_resource_attrs(stage: str, container_image: str | None) -> None:
     derived = derive_slurm_resource_attributes()
+    if not derived:
+        print("lensfast set-slurm-resource-attrs: this is no SLURM job: SLURM_JOB_ID is not set", file=sys.stderr)
     if stage == "sbatch":
         # The batch script runs on one node; the place of that is not the tasks' place.
         derived = {key: value for key, value in derived.items() if not key.startswith("slurm.topology.")}

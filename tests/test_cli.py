@@ -76,7 +76,13 @@ def info(text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("arguments", [[], ["info"]])
-def test_info(lensfast: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+def test_info(
+    lensfast: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "nemo.lens", None)
     assert lensfast.cli.main(arguments) == 0
     output = capsys.readouterr()
     assert output.err == ""
@@ -89,6 +95,7 @@ def test_info(lensfast: ModuleType, capsys: pytest.CaptureFixture[str], argument
         "python": f"{platform.python_version()} (CPython)",
         "opentelemetry-api": metadata.version("opentelemetry-api"),
         "opentelemetry-sdk": metadata.version("opentelemetry-sdk"),
+        "nemo.lens": "not installed (under `lensfast run`: lensfast)",
         "enabled groups": "none (each process enables its own, by setup_telemetry())",
         "environment": "telemetry off (NEMO_LENS_ENABLED), span groups 'default' (NEMO_LENS_SPAN_GROUPS) = "
         "checkpoint, evaluate, job",

@@ -259,7 +259,7 @@ def test_a_collector_that_never_answers(lensfast: ModuleType) -> None:
     [
         ({"NEMO_LENS_EXPORTER": "file"}, "Unknown exporter type 'file'"),
         ({"NEMO_LENS_EXPORT_RANK": "last"}, "NEMO_LENS_EXPORT_RANK must be an integer"),
-        ({"OTEL_EXPORTER_OTLP_TIMEOUT": "soon"}, "OTEL_EXPORTER_OTLP_TIMEOUT must be a positive number"),
+        ({"OTEL_EXPORTER_OTLP_TIMEOUT": "soon"}, "OTEL_EXPORTER_OTLP_TIMEOUT must be a number of seconds"),
         ({"OTEL_BSP_SCHEDULE_DELAY": "0"}, "OTEL_BSP_SCHEDULE_DELAY must be a positive integer"),
     ],
 )

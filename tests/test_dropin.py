@@ -655,10 +655,11 @@ def test_an_unknown_version_is_left_alone_with_a_warning(
     assert "0.1.0" in record.getMessage()
 
 
-def test_accelerate_without_nemo_lens_changes_nothing(nemo: ModuleType) -> None:
+def test_accelerate_without_nemo_lens_changes_nothing(nemo: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     if NEMO_LENS:
         pytest.skip("nemo-lens is installed here")
     nemo.accelerate()
+    assert "nemo-lens is not installed" in caplog.text
     with pytest.raises(ModuleNotFoundError, match="nemo"):
         importlib.import_module("nemo.lens")
 

@@ -169,6 +169,40 @@ def test_the_variable_steers_it(run, arguments: Sequence[str], value: str, expec
     assert facts(result) == expected
 
 
+def nemo_lens_of_info(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode == 0, result.stderr
+    return dict(line.split(": ", 1) for line in result.stdout.splitlines())["nemo.lens"]
+
+
+def test_info_says_what_a_program_gets(run) -> None:  # type: ignore[no-untyped-def]
+    info = ("--", sys.executable, "-m", "lensfast", "info")
+    assert nemo_lens_of_info(run(*info)) == "lensfast"
+    off = "nemo-lens 0.1.0, without lensfast" if NEMO_LENS else "not installed (under `lensfast run`: lensfast)"
+    assert nemo_lens_of_info(run(*info, variables={"LENSFAST_AUTO": "off"})) == off
+    accelerated = run("--accelerate", *info)
+    assert nemo_lens_of_info(accelerated) == ("nemo-lens 0.1.0, with lensfast's gate" if NEMO_LENS else off)
+
+
+@needs_no_nemo_lens
+def test_accelerate_says_that_there_is_no_nemo_lens(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    program = """
+for name in ("nemo.lens", "nemo.lens.helpers"):
+    try:
+        __import__(name)
+    except ImportError as error:
+        print(error)
+"""
+    result = run("--accelerate", "--", sys.executable, "-c", program)
+    assert result.stdout.splitlines() == ["No module named 'nemo'"] * 2
+    message = "LENSFAST_AUTO=accelerate has no effect: nemo-lens, which it is to accelerate, is not installed"
+    assert result.stderr == f"lensfast: {message}\n"
+    (tmp_path / "toolkit" / "nemo").mkdir(parents=True)
+    (tmp_path / "toolkit" / "nemo" / "__init__.py").touch()
+    result = run("--accelerate", "--", sys.executable, "-c", program, path=[tmp_path / "toolkit"])
+    assert result.stdout.splitlines() == ["No module named 'nemo.lens'"] * 2
+    assert result.stderr == f"lensfast: {message}\n"
+
+
 def test_an_unknown_value_of_the_variable_is_off_with_a_warning(run) -> None:  # type: ignore[no-untyped-def]
     result = run("--", sys.executable, "-c", "print('ran')", variables={"LENSFAST_AUTO": "instal"})
     assert (result.returncode, result.stdout) == (0, "ran\n")

@@ -10,7 +10,7 @@ import sys
 
 
 class _Trigger:
-    """First in sys.meta_path until nemo.lens is imported. Also last: gives an empty `nemo` where there is none.
+    """First in sys.meta_path until nemo.lens is imported. Also last, for where there is no `nemo`: gives an empty one.
 
     It only puts a loader in place. A finder must not import: it runs under the import system's global lock.
     """
@@ -20,10 +20,10 @@ class _Trigger:
         self._last = last
 
     def find_spec(self, fullname, path=None, target=None):
-        if self._last:
-            return importlib.machinery.ModuleSpec("nemo", None, is_package=True) if fullname == "nemo" else None
-        if fullname != "nemo.lens":
+        if fullname != ("nemo" if self._last else "nemo.lens"):
             return None
+        if self._last:
+            return self._nothing(fullname, None)
         for finder in list(sys.meta_path):
             # The import system, too, passes over finders of the old kind.
             if finder is not self and hasattr(finder, "find_spec"):
@@ -31,9 +31,15 @@ class _Trigger:
                 if spec is not None:
                     spec.loader = _Loader(self._mode, spec.loader)
                     return spec
-        if self._mode == "accelerate":
-            return None
-        return importlib.machinery.ModuleSpec(fullname, _Loader(self._mode, None), is_package=True)
+        return self._nothing(fullname, _Loader(self._mode, None))
+
+    def _nothing(self, fullname, loader):
+        """There is no nemo.lens."""
+        if self._mode == "install":
+            return importlib.machinery.ModuleSpec(fullname, loader, is_package=True)
+        _remove_triggers()
+        _warn("LENSFAST_AUTO=accelerate has no effect: nemo-lens, which it is to accelerate, is not installed")
+        return None
 
 
 class _Loader:
@@ -44,7 +50,7 @@ class _Loader:
         self._loader = self._original = original
 
     def create_module(self, spec):
-        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Trigger)]
+        _remove_triggers()
         if self._mode == "install":
             self._turn_on()
             from importlib import util
@@ -74,6 +80,10 @@ class _Loader:
         return getattr(self._original, name)
 
 
+def _remove_triggers():
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Trigger)]
+
+
 def _warn(message):
     print(f"lensfast: {message}", file=sys.stderr)
 
@@ -82,8 +92,7 @@ def _activate():
     mode = os.environ.get("LENSFAST_AUTO", "").strip().lower()
     if mode in ("install", "accelerate"):
         sys.meta_path.insert(0, _Trigger(mode))
-        if mode == "install":
-            sys.meta_path.append(_Trigger(mode, last=True))
+        sys.meta_path.append(_Trigger(mode, last=True))
     elif mode not in ("", "off"):
         _warn(f"LENSFAST_AUTO must be install, accelerate or off, not {mode!r}: lensfast stays off")
 
