@@ -51,6 +51,27 @@ def take_modules(package: str) -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
+def clean_environment(backend: str, **variables: str) -> dict[str, str]:
+    """The variables of a process of its own on `backend`: PATH, what finds lensfast, and `variables`."""
+    return {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(ROOT),
+        "LENSFAST_PURE_PYTHON": "1" if backend == "python" else "0",
+        **variables,
+    }
+
+
+def run_command(backend: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`lensfast arguments` with `variables` as its environment, on one backend."""
+    return subprocess.run(
+        [sys.executable, "-m", "lensfast", *arguments],
+        env=clean_environment(backend, **variables),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
 def run_code(code: str, backend: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `code` as a program of its own on `backend`: python [arguments] program.py, in `directory`."""
     load_backend(backend)

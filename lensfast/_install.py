@@ -56,7 +56,7 @@ def install() -> None:
     are started by `spawn` or `exec` need a call of their own, or `lensfast run`. Call it from the main thread, early.
     """
     with _lock:
-        if any(isinstance(finder, _LensFinder) for finder in sys.meta_path):
+        if _is_installed():
             return
         _undo_all()
         finders = _LensFinder(), _NemoFinder()
@@ -88,7 +88,7 @@ def accelerate() -> None:
     """
     with _lock:
         if _undo:
-            if any(isinstance(finder, _LensFinder) for finder in sys.meta_path):
+            if _is_installed():
                 logger.info("accelerate() changes nothing: nemo.lens is lensfast, by install()")
             return
         if sys.modules.get(_THEIRS) is not None:
@@ -118,6 +118,10 @@ def _nemo_lens_version() -> str | None:
         return metadata.version("nemo-lens")
     except metadata.PackageNotFoundError:
         return None
+
+
+def _is_installed() -> bool:
+    return any(isinstance(finder, _LensFinder) for finder in sys.meta_path)
 
 
 def _undo_all() -> None:

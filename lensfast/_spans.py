@@ -172,10 +172,14 @@ class OpenSpan:
 
 
 class UnstartedSpan:
-    """Stands for a span that the tracer could not start."""
+    """Stands for a span that the tracer could not start, or that is not wanted."""
 
     __slots__ = ()
     span = trace.INVALID_SPAN
+
+    def start(self) -> UnstartedSpan:
+        """Nothing, again: where a manager is asked for, this is one that starts no span."""
+        return self
 
     def attach(self) -> None:
         """The outer span stays current."""
@@ -295,25 +299,7 @@ class UngatedSpan(SpanManager):
         return functools.wraps(function)(in_span(function, again))
 
 
-class NoSpan(SpanManager):
-    """Starts nothing, and keeps nothing: one serves all."""
-
-    __slots__ = ()
-
-    def start(self) -> UnstartedSpan:
-        return UNSTARTED
-
-    def __enter__(self) -> Span:
-        return UNSTARTED.span
-
-    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
-        return None
-
-
-NO_SPAN = NoSpan("none", None)
-
-
-def in_span(function: Callable[..., Any], manager: Callable[[], SpanManager]) -> Callable[..., Any]:
+def in_span(function: Callable[..., Any], manager: Callable[[], SpanManager | UnstartedSpan]) -> Callable[..., Any]:
     """A function of the same kind as `function`, whose whole run, not only its call, is one span."""
     if inspect.iscoroutinefunction(function):
 

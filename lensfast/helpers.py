@@ -23,12 +23,12 @@ from ._backend import gate, span_group
 from ._gated import gated
 from ._spans import (
     DEFAULT_REDACT_KEYS,
-    NO_SPAN,
     PACKAGE_SCOPE,
     REDACTED,
+    UNSTARTED,
     GatedSpan,
-    SpanManager,
     UngatedSpan,
+    UnstartedSpan,
     in_span,
     report_failure,
     usable_attributes,
@@ -145,8 +145,8 @@ _IMPLICITLY_STATIC = frozenset({"__new__", "__init_subclass__", "__class_getitem
 _SUSPENDING = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
-def _span_if_enabled(group: str, name: str, tracer: Tracer | None) -> SpanManager:
-    return UngatedSpan(name, tracer, PACKAGE_SCOPE) if _is_on(group) else NO_SPAN
+def _span_if_enabled(group: str, name: str, tracer: Tracer | None) -> UngatedSpan | UnstartedSpan:
+    return UngatedSpan(name, tracer, PACKAGE_SCOPE) if _is_on(group) else UNSTARTED
 
 
 def trace_fn(group: str, name: str, tracer: Tracer | None = None) -> Callable[[_Function], _Function]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import os
 import socket
 import subprocess
 import sys
@@ -25,6 +24,8 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metric
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from conftest import clean_environment
+
 PATHS = {
     "/v1/traces": (trace_service_pb2.ExportTraceServiceRequest, trace_service_pb2.ExportTraceServiceResponse),
     "/v1/metrics": (metrics_service_pb2.ExportMetricsServiceRequest, metrics_service_pb2.ExportMetricsServiceResponse),
@@ -36,13 +37,8 @@ PROTOCOLS = ("grpc", "http/protobuf")
 
 def run_script(script: Path, backend: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`python script arguments` with `variables` as its environment, on one backend."""
-    environment = {
-        "PATH": os.environ["PATH"],
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-        "LENSFAST_PURE_PYTHON": "1" if backend == "python" else "0",
-        **variables,
-    }
     command = [sys.executable, str(script), *arguments]
+    environment = clean_environment(backend, **variables)
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 

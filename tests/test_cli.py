@@ -10,13 +10,14 @@ import re
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from otlp_receiver import PROTOCOLS, Receiver, free_port
+
+from conftest import clean_environment, run_command
 
 SITES = ("managed_span", "managed_span_dict", "trace_fn", "is_span_group_enabled")
 OURS = dict(zip(SITES, (10.0, 20.0, 30.0, 40.0), strict=True))
@@ -38,25 +39,6 @@ TREE = [
 SMALL = ("--steps", "2", "--microbatches", "3", "--layers", "2")
 # Start-up 5; a step 9, a microbatch 2, a layer 3; evaluation 3, checkpoint 3.
 SPANS_OF_SMALL = 5 + 2 * (9 + 3 * (2 + 2 * 3)) + 3 + 3
-
-
-def environment(backend: str, **variables: str) -> dict[str, str]:
-    return {
-        "PATH": os.environ["PATH"],
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-        "LENSFAST_PURE_PYTHON": "1" if backend == "python" else "0",
-        **variables,
-    }
-
-
-def run(backend: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lensfast", *arguments],
-        env=environment(backend, **variables),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
 
 
 @pytest.fixture
@@ -340,13 +322,13 @@ def test_report_of_no_spans(
 
 
 def test_module_runs_as_the_command(lensfast: ModuleType) -> None:
-    result = run(lensfast.backend)
+    result = run_command(lensfast.backend)
     assert (result.returncode, result.stderr) == (0, "")
     assert info(result.stdout)["backend"] == lensfast.backend
 
 
 def test_a_real_run(lensfast: ModuleType) -> None:
-    result = run(lensfast.backend, "demo", "--span-groups", "default,layer", *SMALL)
+    result = run_command(lensfast.backend, "demo", "--span-groups", "default,layer", *SMALL)
     assert (result.returncode, result.stderr) == (0, "")
     assert tree_lines(result.stdout) == TREE
     name = {"c": "C backend", "python": "Python backend"}[lensfast.backend]
@@ -355,7 +337,7 @@ def test_a_real_run(lensfast: ModuleType) -> None:
 
 
 def test_console_prints_one_json_object_a_line_to_stdout(lensfast: ModuleType) -> None:
-    result = run(lensfast.backend, "demo", "--exporter", "console", *SMALL)
+    result = run_command(lensfast.backend, "demo", "--exporter", "console", *SMALL)
     assert result.returncode == 0
     spans = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(spans) == SPANS_OF_SMALL
@@ -378,7 +360,7 @@ def test_otlp_says_where_the_spans_went(lensfast: ModuleType, protocol: str) -> 
     with Receiver() as receiver:
         endpoint = receiver.endpoint(protocol)
         variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
-        result = run(lensfast.backend, "demo", "--exporter", "otlp", *SMALL, **variables)
+        result = run_command(lensfast.backend, "demo", "--exporter", "otlp", *SMALL, **variables)
         received = receiver.spans()
     assert (result.returncode, result.stderr) == (0, "")
     assert f"{SPANS_OF_SMALL} spans delivered to {endpoint} over OTLP {protocol}\n" in result.stdout
@@ -394,7 +376,7 @@ def test_otlp_without_a_collector(lensfast: ModuleType, protocol: str) -> None:
         "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
         "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
     }
-    result = run(lensfast.backend, "demo", "--exporter", "otlp", *SMALL, **variables)
+    result = run_command(lensfast.backend, "demo", "--exporter", "otlp", *SMALL, **variables)
     assert result.returncode == 1
     assert "WARNING lensfast." in result.stderr
     assert "Traceback" not in result.stderr
@@ -407,7 +389,7 @@ def test_otlp_without_a_collector(lensfast: ModuleType, protocol: str) -> None:
 def test_reader_that_goes_away(lensfast: ModuleType) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "lensfast", "demo", *SMALL],
-        env=environment(lensfast.backend),
+        env=clean_environment(lensfast.backend),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -426,7 +408,7 @@ def test_terminal_gets_colours_and_guides(lensfast: ModuleType) -> None:
         pytest.skip(f"there is no pseudo-terminal here: {error}")
     process = subprocess.Popen(
         [sys.executable, "-m", "lensfast", "demo", *SMALL],
-        env=environment(lensfast.backend, TERM="xterm-256color", COLUMNS="80", PYTHONIOENCODING="utf-8"),
+        env=clean_environment(lensfast.backend, TERM="xterm-256color", COLUMNS="80", PYTHONIOENCODING="utf-8"),
         stdout=theirs,
         stderr=subprocess.PIPE,
         text=True,

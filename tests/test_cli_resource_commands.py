@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import os
 import re
 import shlex
 import socket
 import subprocess
 import sys
 import uuid
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,30 +19,13 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from otlp_receiver import PROTOCOLS, Receiver, free_port
 
+from conftest import clean_environment, run_command
+
 VARIABLE = "OTEL_RESOURCE_ATTRIBUTES"
 
 
-def environment(backend: str, **variables: str) -> dict[str, str]:
-    return {
-        "PATH": os.environ["PATH"],
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-        "LENSFAST_PURE_PYTHON": "1" if backend == "python" else "0",
-        **variables,
-    }
-
-
-def run(backend: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lensfast", *arguments],
-        env=environment(backend, **variables),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
 def emit(backend: str, *spans: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return run(backend, "emit-spans", "--service", "launch", *(f"--span={span}" for span in spans), **variables)
+    return run_command(backend, "emit-spans", "--service", "launch", *(f"--span={span}" for span in spans), **variables)
 
 
 # emit-spans
@@ -245,7 +226,7 @@ def test_a_collector_that_never_answers(lensfast: ModuleType) -> None:
         }
         result = subprocess.run(
             [sys.executable, "-c", code],
-            env=environment(lensfast.backend, **variables),
+            env=clean_environment(lensfast.backend, **variables),
             capture_output=True,
             text=True,
             timeout=60,
@@ -395,7 +376,7 @@ def evaluated(lensfast: ModuleType, *arguments: str, **variables: str) -> dict[s
     show = f"import os; print(os.environ['{VARIABLE}'])"
     result = subprocess.run(
         ["sh", "-c", f'eval "$({command})"; {shlex.quote(sys.executable)} -c {shlex.quote(show)}'],
-        env=environment(lensfast.backend, **variables),
+        env=clean_environment(lensfast.backend, **variables),
         capture_output=True,
         text=True,
         timeout=60,
@@ -422,7 +403,8 @@ def test_a_task(lensfast: ModuleType) -> None:
 
 
 def test_both_stages_of_a_job(lensfast: ModuleType) -> None:
-    batch = run(lensfast.backend, "set-slurm-resource-attrs", "--stage", "sbatch", **JOB, **{VARIABLE: "team=a%20b"})
+    variables = {**JOB, VARIABLE: "team=a%20b"}
+    batch = run_command(lensfast.backend, "set-slurm-resource-attrs", "--stage", "sbatch", **variables)
     [text] = shlex.split(batch.stdout.removeprefix(f"export {VARIABLE}="))
     in_step = {**JOB, "SLURM_STEP_ID": "0", "SLURM_JOB_NAME": "of the step", VARIABLE: text}
     assert evaluated(lensfast, "--stage", "task", **in_step) == {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from otlp_receiver import free_port
 
-from conftest import BACKENDS, load_backend
+from conftest import BACKENDS, clean_environment, load_backend
 
 TRACE_ID, SPAN_ID = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 CARRIER = {"traceparent": f"00-{TRACE_ID:032x}-{SPAN_ID:016x}-01"}
@@ -245,12 +244,7 @@ def run_two_ranks(backend: str, strategy: str, folder: Path) -> Job:
         pytest.skip("torch is not installed")
     load_backend(backend)  # skips where it can't be had
     port = str(free_port())
-    environment = {
-        "PATH": os.environ["PATH"],
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-        "LENSFAST_PURE_PYTHON": "1" if backend == "python" else "0",
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = clean_environment(backend, OMP_NUM_THREADS="1")
     command = [sys.executable, str(Path(__file__).with_name("two_ranks.py"))]
     processes = [
         subprocess.Popen(

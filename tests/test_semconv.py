@@ -7,13 +7,14 @@ import logging
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from conftest import clean_environment
 
 # Every constant that some generation of the API defines, and its value.
 TABLE = """\
@@ -179,10 +180,7 @@ def test_importing_the_package_does_not_import_semconv(lensfast: ModuleType) -> 
     for module in ("semconv", "resources"):
         result = subprocess.run(
             [sys.executable, "-c", code, module],
-            env={
-                "PYTHONPATH": str(Path(__file__).parents[1]),
-                "LENSFAST_PURE_PYTHON": "1" if lensfast.backend == "python" else "0",
-            },
+            env=clean_environment(lensfast.backend),
             capture_output=True,
             text=True,
             timeout=60,
