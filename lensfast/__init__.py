@@ -11,6 +11,7 @@ from opentelemetry import trace as _trace
 
 from ._backend import backend as backend  # these four not in __all__: programs say `from nemo.lens import *`
 from ._backend import span_group
+from ._compile import hook as _hook_compiler
 from ._install import accelerate as accelerate
 from ._install import install as install
 from ._install import uninstall as uninstall
@@ -91,6 +92,9 @@ __all__ = [
     "trace_fn",
     "unregister_export_strategy",
 ]
+
+
+_hook_compiler()
 
 
 def __getattr__(name: str) -> Any:

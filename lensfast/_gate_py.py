@@ -140,7 +140,13 @@ def install(managed_span: Callable[..., Any], group_span: Callable[..., Any]) ->
 
 
 class TracedFunction:
-    """A traced coroutine or generator function: looks to inspect like the function it wraps."""
+    """A traced function that can't be `shown` itself: a coroutine or generator function, which inspect tells by its
+    code, and a bound method, which is copied in ways of its own."""
+
+    # Not in the __dict__, which what traces this in turn gets as well.
+    __slots__ = ("__dict__", "__weakref__", "_shown", "_traced")
+    _shown: Callable[..., Any]
+    _traced: tuple[Callable[..., Any], str, Callable[..., Any]]
 
     def __init__(
         self, function: Callable[..., Any], group: str, runner: Callable[..., Any], shown: Callable[..., Any]
@@ -150,10 +156,11 @@ class TracedFunction:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         function, group, runner = self._traced
-        return (runner if group in _enabled else function)(*args, **kwargs)
+        # By the function that torch.compile knows.
+        return (runner if is_span_group_enabled(group) else function)(*args, **kwargs)
 
-    # As for wrapt's proxies: what asks for a function, such as torch or mock, is to find one.
-    __class__ = property(lambda self: FunctionType)
+    # As for wrapt's proxies: what asks for a function or a method, such as torch or mock, is to find one.
+    __class__ = property(lambda self: MethodType if isinstance(self._traced[0], MethodType) else FunctionType)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
@@ -177,4 +184,5 @@ def traced(function: Callable[..., Any], group: str, runner: Callable[..., Any],
     `shown` is a Python function of the same behaviour; the result is that, or has its attributes.
     """
     suspends = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-    return TracedFunction(function, group, runner, shown) if shown.__code__.co_flags & suspends else shown
+    special = shown.__code__.co_flags & suspends or isinstance(function, MethodType)
+    return TracedFunction(function, group, runner, shown) if special else shown

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import copy
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 # Each gated function has these as globals of its own.
@@ -32,3 +33,17 @@ def gated(
     """
     own = {"_group": group, "_function": function, "_runner": runner, "_is_on": is_on}
     return FunctionType(_call.__code__, {"__builtins__": builtins, **own})
+
+
+def follow_method(traced: Any, method: MethodType, again: Callable[[Any], Any]) -> None:
+    """Let what traces `method`, a bound one, be a method too, and be copied as that is: along with its object.
+
+    A deep copy is `again(the copy's method)`. A pickle is the bare method, by name, since an object that keeps its own
+    traced method must be readable by programs that lack lensfast.
+    """
+    vars(traced).update(
+        __func__=method.__func__,
+        __self__=method.__self__,
+        __deepcopy__=lambda memo: again(copy.deepcopy(method, memo)),
+        __reduce_ex__=lambda protocol: method.__reduce_ex__(protocol),
+    )

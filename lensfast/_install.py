@@ -11,16 +11,11 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _backend, handle, helpers, state, strategies
+from ._import_hook import Loader, MetaPathFinder, OnImport, find_without, remove_finders
 from .package_info import __version__
-
-if TYPE_CHECKING:
-    from importlib.abc import Loader, MetaPathFinder
-else:
-    # The module of these base classes takes milliseconds to import, and the import system does not ask for them.
-    Loader = MetaPathFinder = object
 
 __all__ = ["accelerate", "install", "uninstall"]
 
@@ -62,7 +57,7 @@ def install() -> None:
         finders = _LensFinder(), _NemoFinder()
         sys.meta_path.insert(0, finders[0])
         sys.meta_path.append(finders[1])
-        _undo.append(lambda: _remove_finders(*finders))
+        _undo.append(lambda: remove_finders(*finders))
         try:
             replaced = _replace_imported()
         except BaseException:
@@ -96,9 +91,15 @@ def accelerate() -> None:
         else:
             if importlib.util.find_spec("nemo") is None:
                 logger.warning(_NOT_INSTALLED)
-            finder = _AccelerateOnImport()
+            finder = OnImport(_THEIRS, _accelerate_now, missing=lambda: logger.warning(_NOT_INSTALLED))
             sys.meta_path.insert(0, finder)
-            _undo.append(lambda: _remove_finders(finder))
+            _undo.append(lambda: remove_finders(finder))
+
+
+def _accelerate_now() -> None:
+    with _lock:
+        _undo_all()
+        _accelerate_imported()
 
 
 def uninstall() -> None:
@@ -133,17 +134,10 @@ def _undo_all() -> None:
             logger.warning("nemo.lens is not in every way what it was before", exc_info=True)
 
 
-def _remove_finders(*finders: MetaPathFinder) -> None:
-    for finder in finders:
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
-
-
 class _LensFinder(MetaPathFinder):
     """First in sys.meta_path: finds lensfast's modules under nemo.lens, and nemo-lens's own where there is none.
 
-    It imports nothing: that is what the loader is for. Finders run under the import system's global lock, which another
-    thread may wait for while it holds the lock of a module that such an import would need.
+    Like the finders of _import_hook it imports nothing; its loader does.
     """
 
     def find_spec(
@@ -165,7 +159,7 @@ class _LensFinder(MetaPathFinder):
         else:
             package = self.original(parent)
             search = package.submodule_search_locations if package else None
-        return None if search is None else _find_without(self, fullname, list(search))
+        return None if search is None else find_without(self, fullname, list(search))
 
 
 def _is_theirs(name: str) -> bool:
@@ -213,55 +207,6 @@ class _NemoFinder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         return ModuleSpec("nemo", None, is_package=True) if fullname == "nemo" else None
-
-
-class _AccelerateOnImport(MetaPathFinder):
-    """First in sys.meta_path until nemo.lens is imported, which it accelerates then."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _THEIRS:
-            return None
-        spec = _find_without(self, fullname, path)
-        if spec is None:
-            logger.warning(_NOT_INSTALLED)
-        elif spec.loader is not None:
-            spec.loader = _AcceleratingLoader(spec.loader)
-        return spec
-
-
-class _AcceleratingLoader(Loader):
-    """Loads nemo.lens as `loader` does, and accelerates it."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        with _lock:
-            _undo_all()
-            _accelerate_imported()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
-def _find_without(excluded: MetaPathFinder, fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """What the finders other than `excluded` find."""
-    for finder in list(sys.meta_path):
-        # The import system, too, passes over finders of the old kind.
-        if finder is not excluded and hasattr(finder, "find_spec"):
-            spec = finder.find_spec(fullname, path)
-            if spec is not None:
-                return spec
-    return None
 
 
 def _their_name(module: ModuleType) -> str:

@@ -10,7 +10,7 @@ import types
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from opentelemetry import context as context_api
 from opentelemetry import trace
@@ -100,14 +100,63 @@ def _redirect(contexts: list[weakref.ref[Context]], span: Span) -> None:
         _redirected.setdefault(span, []).extend(contexts)
 
 
+class SpanWatch(Protocol):
+    """What watches one span, from its start; it is what ends the span, at once or later."""
+
+    def end(self, span: Span) -> None: ...
+
+
+# Called as each span starts, with its group (None without one) and name. Set by lensfast.contrib.torch.
+watch: Callable[[str | None, str], SpanWatch | None] | None = None
+
+
+RECOMPUTE = "lensfast.recompute"
+
+
+def recomputing() -> bool:
+    """Whether activation checkpointing is running a forward again, in this thread, for a backward pass.
+
+    What runs in a backward pass with gradients enabled is a forward: hooks and backward functions have them disabled.
+    Not so where the pass may build a graph of its own, nor in a forward's own no_grad block; there the call stack tells.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    try:
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        if torch.is_grad_enabled() and not torch._C._autograd._get_current_graph_task_keep_graph():
+            return True
+    except AttributeError:  # torch is being imported, or has no such functions
+        return False
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        if frame.f_code.co_filename.endswith("checkpoint.py") or "Checkpoint" in frame.f_code.co_qualname:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _stops_recomputation(error: BaseException) -> bool:
+    """Whether this is how checkpointing leaves a forward that it need not run to its end."""
+    kind = type(error)
+    return kind.__name__ == "_StopRecomputationError" and kind.__module__ == "torch.utils.checkpoint"
+
+
 class OpenSpan:
     """One started span; as a context manager it only ends it."""
 
-    __slots__ = ("_body", "_context", "_parent", "_recipe", "_token", "span")
+    __slots__ = ("_body", "_context", "_parent", "_recipe", "_token", "_watch", "span")
 
     def __init__(self, recipe: SpanManager, span: Span) -> None:
         self._recipe = recipe
         self.span = span
+        self._watch = None
+        if watch is not None:
+            try:
+                self._watch = watch(recipe.group, recipe.name)
+            except Exception as failure:
+                report_failure("watch span", recipe.name, failure)
 
     def attach(self) -> None:
         """Make the span current."""
@@ -147,7 +196,7 @@ class OpenSpan:
     def end(self, error: BaseException | None) -> None:
         span, recipe = self.span, self._recipe
         # A BaseException such as KeyboardInterrupt or GeneratorExit is a way to leave, not a failure of the work.
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not _stops_recomputation(error):
             try:
                 message = f"{type(error).__name__}: {error}" if recipe.names_exception_type else str(error)
             except Exception:
@@ -160,7 +209,10 @@ class OpenSpan:
             except Exception as failure:
                 report_failure("record an exception on span", recipe.name, failure)
         try:
-            span.end()
+            if self._watch is None:
+                span.end()
+            else:
+                self._watch.end(span)
         except Exception as failure:
             report_failure("end span", recipe.name, failure)
 
@@ -208,6 +260,7 @@ class SpanManager:
     __slots__ = (
         "_open",
         "attributes",
+        "group",
         "kind",
         "name",
         "names_exception_type",
@@ -221,6 +274,7 @@ class SpanManager:
         name: str,
         tracer: Tracer | None,
         scope: str = HELPERS_SCOPE,
+        group: str | None = None,
         attributes: Mapping[str, Any] | None = None,
         kind: SpanKind | None = None,
         record_exception: bool = True,
@@ -229,6 +283,7 @@ class SpanManager:
         self.name = name
         self.tracer = tracer
         self.scope = scope
+        self.group = group
         self.attributes = attributes
         self.kind = kind
         self.record_exception = record_exception
@@ -252,6 +307,11 @@ class SpanManager:
                 span.set_attributes(usable_attributes(self.attributes))
             except Exception as failure:
                 report_failure("set the attributes of span", self.name, failure)
+        try:
+            if recomputing():
+                span.set_attribute(RECOMPUTE, True)
+        except Exception as failure:
+            report_failure("see whether this is a recomputation", self.name, failure)
         return OpenSpan(self, span)
 
     def __enter__(self) -> Span:
@@ -287,16 +347,13 @@ class UngatedSpan(SpanManager):
     __slots__ = ()
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def again() -> SpanManager:
-            return UngatedSpan(
-                self.name,
-                self.tracer,
-                self.scope,
-                self.attributes,
-                record_exception=self.record_exception,
-            )
+        return functools.wraps(function)(in_span(function, self.again))
 
-        return functools.wraps(function)(in_span(function, again))
+    def again(self) -> UngatedSpan:
+        """A manager like this one, for another call."""
+        return UngatedSpan(
+            self.name, self.tracer, self.scope, attributes=self.attributes, record_exception=self.record_exception
+        )
 
 
 def in_span(function: Callable[..., Any], manager: Callable[[], SpanManager | UnstartedSpan]) -> Callable[..., Any]:

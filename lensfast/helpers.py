@@ -14,13 +14,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from types import MethodType
 from typing import Any, TypeVar
 
 from opentelemetry import trace as trace  # consumers' tests patch helpers.trace.get_tracer
 from opentelemetry.trace import Span, SpanKind, Tracer
 
 from ._backend import gate, span_group
-from ._gated import gated
+from ._gated import follow_method, gated
 from ._spans import (
     DEFAULT_REDACT_KEYS,
     PACKAGE_SCOPE,
@@ -111,7 +112,7 @@ def _managed_span(group: str, name: str, tracer: Tracer | None = None, **attribu
     enter it again.
     """
     if gate.is_span_group_enabled(group):
-        return GatedSpan(name, tracer, attributes=attributes, names_exception_type=False)
+        return GatedSpan(name, tracer, group=group, attributes=attributes, names_exception_type=False)
     return gate.NOOP
 
 
@@ -131,7 +132,9 @@ def _group_span(
                 "use the span_kind of span", name, TypeError(f"not an opentelemetry SpanKind: {span_kind!r}")
             )
             span_kind = None
-        return GatedSpan(name, tracer, attributes=attributes, kind=span_kind, names_exception_type=False)
+        return GatedSpan(
+            name, tracer, group=handle.name, attributes=attributes, kind=span_kind, names_exception_type=False
+        )
     return gate.NOOP
 
 
@@ -146,7 +149,7 @@ _SUSPENDING = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect
 
 
 def _span_if_enabled(group: str, name: str, tracer: Tracer | None) -> UngatedSpan | UnstartedSpan:
-    return UngatedSpan(name, tracer, PACKAGE_SCOPE) if _is_on(group) else UNSTARTED
+    return UngatedSpan(name, tracer, PACKAGE_SCOPE, group) if _is_on(group) else UNSTARTED
 
 
 def trace_fn(group: str, name: str, tracer: Tracer | None = None) -> Callable[[_Function], _Function]:
@@ -172,7 +175,8 @@ def trace_fn(group: str, name: str, tracer: Tracer | None = None) -> Callable[[_
                 f"trace_fn decorates functions, not {type(function).__name__}; "
                 "under @staticmethod or @classmethod it goes below, next to the def"
             )
-        runner = functools.wraps(function)(in_span(function, lambda: UngatedSpan(name, tracer, PACKAGE_SCOPE)))
+        span = functools.partial(UngatedSpan, name, tracer, PACKAGE_SCOPE, group)
+        runner = functools.wraps(function)(in_span(function, span))
         shown: Any
         if any(suspends(function) for suspends in _SUSPENDING):
             shown = in_span(function, functools.partial(_span_if_enabled, group, name, tracer))
@@ -181,7 +185,10 @@ def trace_fn(group: str, name: str, tracer: Tracer | None = None) -> Callable[[_
         functools.update_wrapper(shown, function)
         if getattr(function, "__name__", "") in _IMPLICITLY_STATIC:
             return shown  # type: ignore[no-any-return]
-        return functools.update_wrapper(gate.traced(function, group, runner, shown), function)  # type: ignore[return-value]
+        traced: Any = functools.update_wrapper(gate.traced(function, group, runner, shown), function)
+        if isinstance(function, MethodType):
+            follow_method(traced, function, decorator)
+        return traced  # type: ignore[no-any-return]
 
     return decorator
 

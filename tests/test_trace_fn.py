@@ -302,17 +302,54 @@ def test_it_passes_for_a_function(on):
         mock.create_autospec(on.trace_fn("off", "s")(plain_function))(1, 2)
 
 
-def test_a_module_with_a_traced_forward_compiles(on):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+class Owner:
+    """Keeps a traced method of its own, as trainers keep callbacks and modules a replaced forward."""
 
-    class Net(torch.nn.Module):
-        @on.trace_fn("off", "forward")
-        def forward(self, x):
-            return x * 2 + 1
+    def __init__(self, value):
+        self.value = value
 
-    compiled = torch.compile(Net(), backend="eager")
-    assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 3.0))
-    assert torch.equal(torch.fx.symbolic_trace(Net())(torch.ones(3)), torch.full((3,), 3.0))
+    def method(self, more=0):
+        return self.value + more
+
+
+def test_a_traced_bound_method(on, exporter):
+    owner = Owner(1)
+    method = owner.method
+    owner.method = on.trace_fn("on", "outer")(on.trace_fn("on", "inner")(method))
+    assert owner.method(2) == 3
+    assert [span.name for span in exporter.get_finished_spans()] == ["inner", "outer"]
+    assert inspect.ismethod(owner.method)
+    assert isinstance(owner.method, types.MethodType)
+    assert owner.method.__self__ is owner
+    assert owner.method.__func__ is Owner.method
+    assert inspect.signature(owner.method) == inspect.signature(method)
+    assert inspect.getsource(owner.method) == inspect.getsource(method)
+
+
+def test_a_traced_bound_method_is_copied_with_its_object(on, exporter):
+    owner = Owner(1)
+    owner.method = on.trace_fn("on", "outer")(on.trace_fn("on", "inner")(owner.method))
+    twin = copy.deepcopy(owner)
+    twin.value = 10
+    assert (owner.method(), twin.method()) == (1, 10)
+    assert twin.method.__self__ is twin
+    assert [span.name for span in exporter.get_finished_spans()] == ["inner", "outer"] * 2
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_a_traced_bound_method_pickles_as_the_method(on, exporter, protocol):
+    """So that the object can be read where lensfast is not; what is read is not traced."""
+    owner = Owner(1)
+    owner.method = on.trace_fn("on", "s")(owner.method)
+    for dumps in (pickle.dumps, pickle._dumps):
+        pickled = dumps(owner, protocol)
+        assert b"lensfast" not in pickled
+        twin = pickle.loads(pickled)
+        twin.value = 10
+        assert type(twin.method) is types.MethodType
+        assert twin.method(1) == 11
+        assert pickle.loads(dumps(owner.method, protocol))(1) == 2
+    assert exporter.get_finished_spans() == ()
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "name", classmethod(lambda cls: None)])
@@ -790,36 +827,3 @@ def test_what_is_pickled_by_value_traces_where_it_arrives(lensfast, exporter):
     assert run() == ["plain", "plain", "coroutine", "generator", "method", "static"]
     lensfast.set_enabled_span_groups(frozenset())
     assert run() == []
-
-
-@pytest.fixture
-def torch():
-    return pytest.importorskip("torch", reason="torch is not installed here")
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_region_calls_traced_functions_while_their_group_is_off(lensfast, torch):
-    @lensfast.trace_fn("step", "function")
-    def function(x):
-        return x.sin()
-
-    class Inner(torch.nn.Module):
-        @lensfast.trace_fn("step", "forward")
-        def forward(self, x):
-            return function(x) + 1
-
-    class Outer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Inner()
-
-        def forward(self, x):
-            return self.inner(x) * 2
-
-    x = torch.ones(3)
-    for model in (Inner(), Outer(), lambda x: function(x) * 3):
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        assert torch.equal(compiled(x), model(x))
-    assert torch.equal(torch.export.export(Outer(), (x,), strict=True).module()(x), Outer()(x))
-    assert torch.equal(torch.fx.symbolic_trace(Outer())(x), Outer()(x))

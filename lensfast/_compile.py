@@ -1,0 +1,225 @@
+"""What torch.compile makes of lensfast's functions: inside a compiled region no group is on, and no span is made.
+
+All of it is constant to the compiler: no guard, no graph break, nothing in the compiled code, and nothing to compile
+again when groups are switched. Where lensfast's code runs as Python all the same (around a compiled region, or after a
+graph break), the compiler leaves it alone, so that its spans are real and what they enclose is compiled.
+
+register() does it for the torch that is imported; hook() does it whenever that happens.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from types import CodeType
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanContext
+
+from . import _gated, _spans, helpers, state
+from ._backend import backend, gate, span_group
+from ._import_hook import when_imported
+
+logger = logging.getLogger("lensfast")
+
+_DYNAMO = "torch._dynamo"
+_noted = False
+
+
+class ElidedSpan(Span):
+    """What a region that is being compiled has in place of a span: takes everything, does nothing."""
+
+    def end(self, end_time: int | None = None) -> None: ...
+    def get_span_context(self) -> SpanContext:
+        return trace.INVALID_SPAN_CONTEXT
+
+    def set_attributes(self, attributes: Any) -> None: ...
+    def set_attribute(self, key: str, value: Any) -> None: ...
+    def add_event(self, name: str, attributes: Any = None, timestamp: int | None = None) -> None: ...
+    def add_link(self, context: SpanContext, attributes: Any = None) -> None: ...
+    def update_name(self, name: str) -> None: ...
+    def is_recording(self) -> bool:
+        return False
+
+    def set_status(self, status: Any, description: str | None = None) -> None: ...
+    def record_exception(
+        self, exception: BaseException, attributes: Any = None, timestamp: int | None = None, escaped: bool = False
+    ) -> None: ...
+
+
+class ElidedSpanManager:
+    """Gives an ElidedSpan. Not a nullcontext with it: torch 2.13 fails where a graph breaks inside such a one."""
+
+    def __enter__(self) -> Span:
+        return ELIDED_SPAN
+
+    def __exit__(self, exc_type: object, exc: object, traceback: object) -> None: ...
+
+
+class ElidedGroup:
+    """What a region that is being compiled has in place of a group handle."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.enabled = False
+
+    def __bool__(self) -> bool:
+        _note()
+        return False
+
+    def span(self, name: str, tracer: Any = None, *, span_kind: Any = None, **attributes: Any) -> Any:
+        _note()
+        return nullcontext()
+
+
+class _ElidedGroups:
+    """Where compiled code finds what stands for a handle, whatever process compiled it: an attribute per name."""
+
+    def __getattr__(self, attribute: str) -> ElidedGroup:
+        group = ElidedGroup(bytes.fromhex(attribute.removeprefix("group_")).decode(errors="surrogatepass"))
+        setattr(self, attribute, group)
+        return group
+
+
+ELIDED_SPAN = ElidedSpan()
+_elided_groups = _ElidedGroups()
+
+
+def _note() -> None:
+    """Says once that spans are left out. Runs while the region is compiled, never in it."""
+    global _noted
+    if not _noted:
+        _noted = True
+        logger.debug(
+            "torch.compile: span groups are off inside compiled regions, and spans there are left out; spans around "
+            "the call of a compiled function or module are made as ever"
+        )
+
+
+_note._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result sets
+
+
+def _managed_span(group: str, name: str, tracer: Any = None, **attributes: Any) -> Any:
+    _note()
+    return nullcontext()
+
+
+def _span_cm(name: str, tracer: Any = None, record_exception: bool = True, **attributes: Any) -> Any:
+    _note()
+    return ElidedSpanManager()
+
+
+def _span_attributes(attributes: Any) -> Any:
+    return nullcontext()
+
+
+def _is_span_group_enabled(group: str) -> bool:
+    _note()
+    return False
+
+
+def _enabled_span_groups() -> frozenset[str]:
+    return frozenset()
+
+
+def _span_group(name: str) -> ElidedGroup:
+    return ElidedGroup(name)
+
+
+_IN_GRAPH = {
+    helpers.managed_span: _managed_span,
+    helpers.span_cm: _span_cm,
+    helpers.span_attributes: _span_attributes,
+    state.is_span_group_enabled: _is_span_group_enabled,
+    state.enabled_span_groups: _enabled_span_groups,
+    state._is_on: _is_span_group_enabled,
+    span_group: _span_group,
+}
+
+# Run as Python with all they call; the compiler is not to look into them.
+_OPAQUE: tuple[Any, ...] = (
+    helpers._managed_span,
+    helpers._group_span,
+    helpers.span_cm,
+    helpers._span_if_enabled,
+    _spans.UngatedSpan.again,
+    _spans.SpanManager.__init__,
+    _spans.SpanManager.start,
+    _spans.SpanManager.__enter__,
+    _spans.SpanManager.__exit__,
+    _spans.OpenSpan.__exit__,
+)
+
+
+def hook() -> None:
+    """Have register() called once torch._dynamo is imported: at once if it is."""
+    when_imported(_DYNAMO, register)
+
+
+def register() -> None:
+    """Tell torch.compile about lensfast's functions. Never raises; a torch that knows no way is logged."""
+    try:
+        _register()
+    except Exception:
+        logger.warning(
+            "this torch can't be told about lensfast's spans: inside torch.compile they will break graphs",
+            exc_info=True,
+        )
+
+
+def _register() -> None:
+    from torch._dynamo import config, eval_frame
+    from torch._dynamo.decorators import substitute_in_graph
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables import UserDefinedObjectVariable
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    for function, stand_in in _IN_GRAPH.items():
+        substitute_in_graph(function, skip_signature_check=True)(stand_in)
+
+    class ElidedGroupVariable(UserDefinedObjectVariable):
+        """A class of its own, so that the compiler does not take the stand-in for the handle itself."""
+
+    def build_handle(builder: Any, handle: Any) -> Any:
+        builder.install_guards(GuardBuilder.ID_MATCH)
+        attribute = "group_" + handle.name.encode(errors="surrogatepass").hex()
+        groups = AttrSource(builder.tx.import_source(__name__), "_elided_groups")
+        return ElidedGroupVariable(getattr(_elided_groups, attribute), source=AttrSource(groups, attribute))
+
+    def build_traced(builder: Any, traced: Any) -> Any:
+        _note()
+        builder.install_guards(GuardBuilder.ID_MATCH)
+        return VariableBuilder(builder.tx, AttrSource(builder.source, "__wrapped__"))(traced.__wrapped__)
+
+    for trace_numpy in (True, False):
+        with config.patch(trace_numpy=trace_numpy):
+            build = VariableBuilder._type_dispatch()
+        build[gate.GroupHandle] = build_handle
+        build[gate.TracedFunction] = build_traced
+
+    # Not to be compiled, but what they call may be.
+    calling = [_gated._call.__code__, *_codes_in(_spans.in_span)]
+    if backend == "python":
+        calling.append(gate.TracedFunction.__call__.__code__)
+    for code in calling:
+        eval_frame.skip_code(code)
+    for opaque in _OPAQUE:
+        _leave_alone(opaque.__code__)
+
+
+def _codes_in(function: Any) -> list[CodeType]:
+    """The code of the functions defined inside `function`."""
+    return [constant for constant in function.__code__.co_consts if isinstance(constant, CodeType)]
+
+
+def _leave_alone(code: CodeType) -> None:
+    """Keep the compiler out of the function of that code, and of all it calls."""
+    from torch._dynamo import eval_frame, types
+
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        skip = types.FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(code, types.FrameExecStrategy(skip, skip))
+    else:  # an older torch: what the function calls may be compiled, for nothing
+        eval_frame.skip_code(code)
