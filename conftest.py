@@ -90,8 +90,10 @@ def lensfast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """The package on one backend, with nothing enabled, nothing registered and no provider."""
     modules = load_backend(request.param)
     for name in list(os.environ):
-        if name.startswith(("OTEL_", "NEMO_LENS_", "MEGATRON_OTEL_", "SLURM_", "LENSFAST_")):
+        if name.startswith(("OTEL_", "NEMO_LENS_", "MEGATRON_OTEL_", "SLURM_", "LENSFAST_", "TORCHELASTIC_")):
             monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
     before = take_modules("lensfast")
     sys.modules.update(modules)
     package = modules["lensfast"]

@@ -37,7 +37,7 @@ from .package_info import (
     __repository_url__,
     __version__,
 )
-from .propagation import extract_context, inject_context
+from .propagation import carry_context, extract_context, inject_context
 from .state import (
     enabled_span_groups,
     is_span_group_enabled,
@@ -70,6 +70,7 @@ __all__ = [
     "__repository_url__",
     "__version__",
     "broadcast_trace_context",
+    "carry_context",
     "create_linked_span",
     "enabled_span_groups",
     "ensure_run_id",

@@ -169,6 +169,7 @@ def register() -> None:
 
 
 def _register() -> None:
+    import torch
     from torch._dynamo import config, eval_frame
     from torch._dynamo.decorators import substitute_in_graph
     from torch._dynamo.guards import GuardBuilder
@@ -179,7 +180,7 @@ def _register() -> None:
     for function, stand_in in _IN_GRAPH.items():
         substitute_in_graph(function, skip_signature_check=True)(stand_in)
 
-    class ElidedGroupVariable(UserDefinedObjectVariable):
+    class ElidedGroupVariable(UserDefinedObjectVariable):  # type: ignore[misc]
         """A class of its own, so that the compiler does not take the stand-in for the handle itself."""
 
     def build_handle(builder: Any, handle: Any) -> Any:
@@ -193,11 +194,14 @@ def _register() -> None:
         builder.install_guards(GuardBuilder.ID_MATCH)
         return VariableBuilder(builder.tx, AttrSource(builder.source, "__wrapped__"))(traced.__wrapped__)
 
+    # By the numbers alone: a vendor's 2.8.0a0 counts as 2.8.
+    newer = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
     for trace_numpy in (True, False):
         with config.patch(trace_numpy=trace_numpy):
             build = VariableBuilder._type_dispatch()
         build[gate.GroupHandle] = build_handle
-        build[gate.TracedFunction] = build_traced
+        if newer:  # an older one reads what belongs to the stand-in from the traced function itself
+            build[gate.TracedFunction] = build_traced
 
     # Not to be compiled, but what they call may be.
     calling = [_gated._call.__code__, *_codes_in(_spans.in_span)]

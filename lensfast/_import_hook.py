@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Loader", "MetaPathFinder", "OnImport", "find_without", "remove_finders", "when_imported"]
+__all__ = ["Loader", "MetaPathFinder", "OnImport", "find_after", "remove_finders", "when_imported"]
 
 if TYPE_CHECKING:
     from importlib.abc import Loader, MetaPathFinder
@@ -21,12 +21,13 @@ else:
     Loader = MetaPathFinder = object
 
 
-def find_without(excluded: MetaPathFinder, fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """What the finders other than `excluded` find."""
-    for finder in list(sys.meta_path):
+def find_after(finder: MetaPathFinder, fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """What the finders after `finder` find: those before it, another of its kind maybe, have been asked."""
+    finders = list(sys.meta_path)
+    for later in finders[finders.index(finder) + 1 if finder in finders else 0 :]:
         # The import system, too, passes over finders of the old kind.
-        if finder is not excluded and hasattr(finder, "find_spec"):
-            spec = finder.find_spec(fullname, path)
+        if hasattr(later, "find_spec"):
+            spec = later.find_spec(fullname, path)
             if spec is not None:
                 return spec
     return None
@@ -51,7 +52,7 @@ class OnImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
-        spec = find_without(self, fullname, path)
+        spec = find_after(self, fullname, path)
         if spec is None:
             self._missing()
         elif spec.loader is not None:

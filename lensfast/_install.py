@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from . import _backend, handle, helpers, state, strategies
-from ._import_hook import Loader, MetaPathFinder, OnImport, find_without, remove_finders
+from ._import_hook import Loader, MetaPathFinder, OnImport, find_after, remove_finders
 from .package_info import __version__
 
 __all__ = ["accelerate", "install", "uninstall"]
@@ -159,7 +159,7 @@ class _LensFinder(MetaPathFinder):
         else:
             package = self.original(parent)
             search = package.submodule_search_locations if package else None
-        return None if search is None else find_without(self, fullname, list(search))
+        return None if search is None else find_after(self, fullname, list(search))
 
 
 def _is_theirs(name: str) -> bool:

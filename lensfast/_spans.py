@@ -117,7 +117,7 @@ def recomputing() -> bool:
     """Whether activation checkpointing is running a forward again, in this thread, for a backward pass.
 
     What runs in a backward pass with gradients enabled is a forward: hooks and backward functions have them disabled.
-    Not so where the pass may build a graph of its own, nor in a forward's own no_grad block; there the call stack tells.
+    Not where the pass may build a graph of its own, though, nor in a forward's own no_grad block: the call stack tells.
     """
     torch = sys.modules.get("torch")
     if torch is None:

@@ -387,10 +387,10 @@ def set_up(span_groups: str, exporter: str) -> tuple[TelemetryHandle, Any]:
     config.span_groups = span_groups
     memory = InMemorySpanExporter()
     if exporter == "memory":
-        telemetry = setup_telemetry(config, span_exporter=memory)
+        telemetry = setup_telemetry(config, rank=0, world_size=1, span_exporter=memory)
     else:
         config.exporter = exporter
-        telemetry = setup_telemetry(config)
+        telemetry = setup_telemetry(config, rank=0, world_size=1)
     if not telemetry.is_exporting:
         raise ValueError("no span would be exported: OTEL_SDK_DISABLED is set, or a no-op tracer provider is installed")
     if exporter != "memory":

@@ -56,11 +56,16 @@ def broadcast_trace_context(rank: int, src_rank: int = 0) -> dict[str, Any] | No
     if not sends:
         content = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
     dist.broadcast(content, src=src_rank)
+    # With torch 2.5, gloo's thread may free the last reference while the process group, torn down, waits for it.
+    _last_broadcast[:] = length, content
     carrier = deserialize_context(bytes(content.tolist()))
     if not isinstance(carrier, dict):
         report_failure("read", "trace context", ValueError(f"rank {src_rank} sent something else"))
         return {}
     return carrier
+
+
+_last_broadcast: list[Any] = []
 
 
 def _collective_device(dist: Any) -> str:

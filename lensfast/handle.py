@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _INITIALIZED = False
+# What this process set up, if it exports, for its workers: the handle, and by which arguments.
+_exporting_as: tuple[TelemetryHandle, NemoLensConfig, int, int, Mapping[str, Any] | None] | None = None
+
+# Called with seconds, before the providers are shut down: by then, those who hold ended spans back are to give them up.
+_before_shutdown: list[Callable[[float], None]] = []
 
 
 def __getattr__(name: str) -> Any:
@@ -92,6 +97,8 @@ class TelemetryHandle:
         except ImportError:
             pass
         deadline = time.monotonic() + timeout_ms / 1000
+        for hand_over in _before_shutdown:
+            hand_over(timeout_ms / 1000 / 5)
         waiting = [closer for closer in self._waiting_closers if closer.is_alive()]
         closers = {what: waiting.pop() if waiting else _Closer() for what in providers}
         for what, closer in closers.items():
@@ -143,7 +150,10 @@ class _Closer(threading.Thread):
 
 
 def ensure_run_id(config: NemoLensConfig, environ: Mapping[str, str] | None = None) -> str:
-    """The job's run id: `config.run_id`, filled in from SLURM_JOB_ID or 12 random hex digits if it is empty.
+    """The job's run id: `config.run_id`, filled in if it is empty.
+
+    By SLURM_JOB_ID, else TORCHELASTIC_RUN_ID (torchrun's --rdzv-id; not its default, "none"), else 12 random hex
+    digits, which differ from rank to rank.
 
     Args:
         config: changed if its run_id is empty.
@@ -151,7 +161,10 @@ def ensure_run_id(config: NemoLensConfig, environ: Mapping[str, str] | None = No
     """
     if not config.run_id:
         environ = os.environ if environ is None else environ
-        config.run_id = environ.get("SLURM_JOB_ID") or uuid.uuid4().hex[:12]
+        elastic = environ.get("TORCHELASTIC_RUN_ID", "").strip()
+        if elastic == "none":
+            elastic = ""
+        config.run_id = environ.get("SLURM_JOB_ID") or elastic or uuid.uuid4().hex[:12]
     return config.run_id
 
 
@@ -163,8 +176,8 @@ def _should_export(
 
 def setup_telemetry(
     config: NemoLensConfig,
-    rank: int = 0,
-    world_size: int = 1,
+    rank: int | None = None,
+    world_size: int | None = None,
     resource_attributes: Mapping[str, Any] | None = None,
     span_exporter: Any = None,
     metric_reader: Any = None,
@@ -183,7 +196,10 @@ def setup_telemetry(
 
     Args:
         config: its run_id is filled in if empty.
-        rank, world_size: this process's place in the job, for the export strategy and the resource.
+        rank, world_size: this process's place in the job, for the export strategy and the resource. Where neither is
+            given, RANK and WORLD_SIZE of the environment say it, as torchrun sets them; where those are not set or
+            make no sense (a warning says what), and for the one that is not given beside the other, it is 0 of 1.
+            Callers of the nightly generation have no ranks: the environment is not asked.
         resource_attributes: added to the resource. With `nv.dl.rank` among them (how nightly callers say the rank),
             or in OTEL_RESOURCE_ATTRIBUTES, the resource has that generation's attributes in place of `dl.rank`.
         span_exporter: an SDK SpanExporter to use in place of `config.exporter`.
@@ -199,7 +215,7 @@ def setup_telemetry(
 
     Not thread-safe: call it from the main thread.
     """
-    global _INITIALIZED
+    global _INITIALIZED, _exporting_as
     try:
         # By its fields: one of nemo.lens's own, made before install(), will do, or a stand-in of the caller's.
         NemoLensConfig.check(config)
@@ -211,6 +227,7 @@ def setup_telemetry(
             "telemetry has already been initialised in this process; call setup_telemetry() once, and keep its handle"
         )
     ensure_run_id(config)
+    rank, world_size, resource_attributes = _place_in_job(config, rank, world_size, resource_attributes)
     exporting = _should_export(config, rank, world_size, export_strategy) and config.enabled
     if exporting and os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() in TRUE_WORDS:
         logger.info("telemetry stays off: OTEL_SDK_DISABLED is set")
@@ -224,6 +241,7 @@ def setup_telemetry(
             )  # fmt: skip
         state.set_enabled_span_groups(frozenset())
         _INITIALIZED = _INITIALIZED or config.enabled
+        _exporting_as = None
         return _OffHandle(trace.get_tracer(PACKAGE_SCOPE), _metrics().get_meter(PACKAGE_SCOPE))
 
     from .providers import build_providers, nightly_rank
@@ -234,8 +252,28 @@ def setup_telemetry(
     state.follow_spec(config.span_groups, span_group_cls or built_in)
     _INITIALIZED = True
     handle = TelemetryHandle(trace.get_tracer(PACKAGE_SCOPE), _metrics().get_meter(PACKAGE_SCOPE), reaches_exporter)
+    _exporting_as = handle, config, rank, world_size, resource_attributes
     _shut_down_at_exit(handle)
     return handle
+
+
+def _place_in_job(
+    config: NemoLensConfig, rank: int | None, world_size: int | None, resource_attributes: Mapping[str, Any] | None
+) -> tuple[int, int, Mapping[str, Any] | None]:
+    """The rank, the world size and the resource attributes that setup_telemetry goes by."""
+    names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+    if config.enabled and any(os.environ.get(name, "").strip() for name in names):
+        from .providers import nightly_rank
+        from .resources.torchrun import detect_rank, detect_torchrun
+
+        if nightly_rank(resource_attributes) is None:
+            place = detect_rank() if rank is None and world_size is None else None
+            if place:
+                rank, world_size = place
+                logger.info("this is rank %d of %d, by RANK and WORLD_SIZE of the environment", rank, world_size)
+            if place or os.environ.get("TORCHELASTIC_RUN_ID", "").strip():
+                resource_attributes = {**detect_torchrun(), **(resource_attributes or {})}
+    return rank or 0, 1 if world_size is None else world_size, resource_attributes
 
 
 def _shut_down_at_exit(handle: TelemetryHandle) -> None:

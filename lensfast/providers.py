@@ -209,9 +209,9 @@ def build_providers(
         exporter = span_exporter or _build_span_exporter(config)
         processors = [_ScopedSpanAttributes(), _OpenSpanCloser(), BatchSpanProcessor(exporter)]
     if signals["metrics"]:
-        metric_reader = PeriodicExportingMetricReader(
-            _build_metric_exporter(config), export_interval_millis=metric_interval_ms
-        )
+        metric_exporter = _build_metric_exporter(config)
+        metric_reader = PeriodicExportingMetricReader(metric_exporter, export_interval_millis=metric_interval_ms)
+        _discard_after_fork(metric_exporter)
     logger_provider = _build_logger_provider(config, resource) if config.logs_enabled else None
 
     exporting = False
@@ -343,6 +343,21 @@ def _build_metric_exporter(config: NemoLensConfig) -> Any:
     if config.exporter != "otlp":
         _reject_exporter(config.exporter)
     return build_exporter("metrics", "metrics", "metric_exporter", "OTLPMetricExporter")
+
+
+def _discard_after_fork(metric_exporter: Any) -> None:
+    """A forked child's reader would go on sending, at each interval, what the parent has measured."""
+    if not hasattr(os, "register_at_fork"):
+        return
+    from opentelemetry.sdk.metrics.export import MetricExportResult
+
+    this_exporter = weakref.ref(metric_exporter)
+
+    def discard() -> None:
+        if (present := this_exporter()) is not None:
+            present.export = lambda *args, **kwargs: MetricExportResult.SUCCESS
+
+    os.register_at_fork(after_in_child=discard)
 
 
 def _build_log_exporter(config: NemoLensConfig) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -113,6 +114,9 @@ def reset_telemetry() -> None:
     helpers._scoped_attributes.set({})
     _spans._reported_failures.clear()
     registry._unknown_groups.clear()
+    settings: Any = sys.modules.get("lensfast.contrib.torch")
+    if settings is not None:
+        settings.cuda_timing = settings.nvtx = False
 
 
 def _reset_opentelemetry() -> None:

@@ -1,4 +1,6 @@
-"""One rank of a job of two over torch.distributed: python two_ranks.py RANK PORT STRATEGY FOLDER.
+"""One rank of a job of two over torch.distributed: python two_ranks.py STRATEGY FOLDER [RANK PORT].
+
+Without RANK and PORT, the launcher's environment says them, to torch and to lensfast.
 
 Writes spans.RANK.json (what the rank's span exporter was given) and result.RANK.json (what the broadcasts returned).
 """
@@ -20,7 +22,13 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 import lensfast
 from lensfast.distributed import broadcast_trace_context, create_linked_span
 
-rank, port, strategy, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4])
+strategy, folder = sys.argv[1], Path(sys.argv[2])
+by_environment = len(sys.argv) == 3
+if not by_environment:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[4])
+ranks: dict[str, int] = {} if by_environment else {"rank": int(sys.argv[3]), "world_size": 2}
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30), **ranks)
+rank = dist.get_rank()
 
 
 class FileExporter(SpanExporter):
@@ -37,13 +45,11 @@ class BrokenPropagator:
         raise RuntimeError("no injection")
 
 
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30))
 random.seed(1234)
 config = lensfast.NemoLensConfig(
     enabled=True, export_strategy=strategy, export_rank=0, span_groups="job,step", metrics_enabled=False
 )
-handle = lensfast.setup_telemetry(config, rank=rank, world_size=2, span_exporter=FileExporter())
+handle = lensfast.setup_telemetry(config, span_exporter=FileExporter(), **ranks)
 
 result: dict[str, Any] = {"exporting": handle.is_exporting, "no_span": broadcast_trace_context(rank)}
 with lensfast.managed_span("job", "pretrain"):
