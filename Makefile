@@ -1,6 +1,7 @@
 # make demo    install into .venv and run the demo
 # make test    install into .venv and run the tests
 # make bench   the measured table (with Python 3.13: against nemo-lens)
+# make bench-train   what instrumentation costs a training step, plain and compiled (installs torch; some 20 minutes)
 # make lint, make types, make instructions, make sanitize: what CI runs as well
 
 PYTHON ?= python3
@@ -10,12 +11,14 @@ BENCH_PYTHON ?= $(shell for p in python3.13 $(HOME)/.pyenv/versions/3.13*/bin/py
     $$p -c '' 2> /dev/null && echo $$p && break; done)
 BENCH_VENV ?= .venv-bench
 BENCH_OPTIONS ?=
+# The CPU is enough, and smaller: BENCH_TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+BENCH_TORCH ?= torch
 DEMO_OPTIONS ?=
 
 SOURCES := pyproject.toml setup.py lensfast/_gate.pyx $(wildcard csrc/*)
 PIP := -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test bench instructions lint types sanitize clean
+.PHONY: demo test bench bench-train instructions lint types sanitize clean
 
 demo: $(VENV)/.demo
 	@$(VENV)/bin/python -m lensfast demo $(DEMO_OPTIONS)
@@ -34,6 +37,9 @@ bench: $(BENCH_VENV)/.bench
 	$(BENCH_VENV)/bin/python -m pytest bench -q --benchmark-disable-gc --benchmark-columns=min,median,rounds \
 	    --benchmark-json=$(BENCH_VENV)/bench.json > $(BENCH_VENV)/bench.log || (cat $(BENCH_VENV)/bench.log; exit 1)
 	$(BENCH_VENV)/bin/python bench/table.py $(BENCH_VENV)/bench.json $(BENCH_OPTIONS)
+
+bench-train: $(BENCH_VENV)/.bench-train
+	$(BENCH_VENV)/bin/python bench/train.py $(BENCH_OPTIONS)
 
 # Instructions per disabled site against bench/instructions.json; needs valgrind.
 instructions: $(VENV)/.dev
@@ -67,6 +73,11 @@ $(BENCH_VENV)/.bench: $(SOURCES)
 	@$(BENCH_VENV)/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 13))' \
 	    && $(BENCH_VENV)/bin/python $(PIP) install nemo-lens==0.1.0 \
 	    || echo "nemo-lens needs Python 3.13: rows against it are left out (set BENCH_PYTHON)"
+	@touch $@
+
+$(BENCH_VENV)/.bench-train: $(BENCH_VENV)/.bench
+	@echo "installing torch into $(BENCH_VENV) ..."
+	@$(BENCH_VENV)/bin/python $(PIP) install $(BENCH_TORCH)
 	@touch $@
 
 clean:

@@ -98,9 +98,7 @@ def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return grad_norm
 
 
-def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Tensor], iteration: int
-) -> float:
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Tensor], iteration: int) -> float:
     """The mean loss of the microbatches."""
     with managed_span("step", "megatron.train_step", **{"megatron.iteration": iteration}) as step:
         with (

@@ -36,14 +36,14 @@ def libraries() -> dict[str, ModuleType]:
 class WithoutSites(ast.NodeTransformer):
     """Takes out of a program the statements and decorators that are there for telemetry."""
 
-    def visit_With(self, node: ast.With) -> Any:  # noqa: N802
+    def visit_With(self, node: ast.With) -> Any:
         self.generic_visit(node)
         return node.body if names(node.items[0].context_expr) & PRIMITIVES else node
 
-    def visit_If(self, node: ast.If) -> Any:  # noqa: N802
+    def visit_If(self, node: ast.If) -> Any:
         return None if names(node.test) & CONDITIONS else self.generic_visit(node)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:  # noqa: N802
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
         node.decorator_list = [decorator for decorator in node.decorator_list if not names(decorator) & PRIMITIVES]
         return self.generic_visit(node)
 

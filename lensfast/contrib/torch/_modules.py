@@ -77,12 +77,15 @@ def instrument_module(model: _Model, groups: Mapping[str, Selector], *, backward
         ValueError: a group's name is empty, or a depth negative.
 
     A selector that matches nothing is logged as a warning: it may be right for another stage of the pipeline. A module
-    that is instrumented already stays as it is. Copies of the model, by whatever way, are not instrumented, and what
-    pickle and torch.save write is what they would write of the bare model. An instrumented module is freed by Python's
-    garbage collector, or after uninstrument() at once. Call this from one thread; calls of the model are thread-safe.
+    that is instrumented already stays as it is; a torch.fx.GraphModule, or what else has a pickling of its own, is left
+    alone with a warning. Copies of the model, made in whatever way, are not instrumented, and what pickle and
+    torch.save write is what they would write of the bare model. An instrumented module is freed by Python's garbage
+    collector, and only after uninstrument() with its last reference. The `forward` of its class is looked up now, not
+    at each call. TorchScript can't compile an instrumented module, nor torch.export(strict=True) before torch 2.10.
+    Hooks registered on a module run outside of its spans. Call this from one thread; calls of the model are
+    thread-safe.
     """
     torch_module = _module_class()
-    _hook_compiler()
     if not isinstance(model, torch_module):
         raise TypeError(f"instrument_module() takes a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(groups, Mapping):
@@ -103,6 +106,7 @@ def instrument_module(model: _Model, groups: Mapping[str, Selector], *, backward
                 group,
             )
         chosen = found | chosen
+    _hook_compiler()
     for path, (group, module) in chosen.items():
         if _builds_own_pickles(type(module)):
             kind = type(module).__name__
@@ -309,7 +313,7 @@ def _replicate_for_data_parallel(self: Any) -> Any:
     return replica
 
 
-_getstate.__name__ = "__getstate__"
+_getstate.__name__ = "__getstate__"  # where the __dict__ is pickled all the same, bound methods are by name
 _ours.update({_getstate: None, _replicate_for_data_parallel: None})
 
 
