@@ -140,16 +140,11 @@ traced_reduce(PyObject *self, PyObject *Py_UNUSED(unused))
     return PyObject_GetAttrString(self, "__qualname__");
 }
 
-/* As for wrapt's proxies: what asks for a function or a method, such as torch or mock, is to find one. */
+/* As for wrapt's proxies: what asks for a function, such as torch or mock, is to find one. */
 static PyObject *
-traced_class(PyObject *self, void *Py_UNUSED(closure))
+traced_class(PyObject *Py_UNUSED(self), void *Py_UNUSED(closure))
 {
-    PyObject *function = ((LfTraced *)self)->function;
-    int is_method = function == NULL ? 0 : PyObject_IsInstance(function, (PyObject *)&PyMethod_Type);
-    if (is_method < 0) {
-        return NULL;
-    }
-    return Py_NewRef((PyObject *)(is_method ? &PyMethod_Type : &PyFunction_Type));
+    return Py_NewRef((PyObject *)&PyFunction_Type);
 }
 
 static PyMethodDef traced_methods[] = {

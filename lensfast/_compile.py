@@ -1,8 +1,9 @@
 """What torch.compile makes of lensfast's functions: inside a compiled region no group is on, and no span is made.
 
-All of it is constant to the compiler: no guard, no graph break, nothing in the compiled code, and nothing to compile
-again when groups are switched. Where lensfast's code runs as Python all the same (around a compiled region, or after a
-graph break), the compiler leaves it alone, so that its spans are real and what they enclose is compiled.
+All of it is constant to the compiler: no graph break, nothing in the compiled code, no guard on what is enabled, and so
+nothing to compile again when groups are switched. Where lensfast's code runs as Python all the same (around a compiled
+region, or after a graph break), the compiler leaves it alone, so that its spans are real and what they enclose is
+compiled.
 
 register() does it for the torch that is imported; hook() does it whenever that happens.
 """
@@ -10,7 +11,7 @@ register() does it for the torch that is imported; hook() does it whenever that 
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import CodeType
 from typing import Any
 
@@ -57,33 +58,7 @@ class ElidedSpanManager:
     def __exit__(self, exc_type: object, exc: object, traceback: object) -> None: ...
 
 
-class ElidedGroup:
-    """What a region that is being compiled has in place of a group handle."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.enabled = False
-
-    def __bool__(self) -> bool:
-        _note()
-        return False
-
-    def span(self, name: str, tracer: Any = None, *, span_kind: Any = None, **attributes: Any) -> Any:
-        _note()
-        return nullcontext()
-
-
-class _ElidedGroups:
-    """Where compiled code finds what stands for a handle, whatever process compiled it: an attribute per name."""
-
-    def __getattr__(self, attribute: str) -> ElidedGroup:
-        group = ElidedGroup(bytes.fromhex(attribute.removeprefix("group_")).decode(errors="surrogatepass"))
-        setattr(self, attribute, group)
-        return group
-
-
 ELIDED_SPAN = ElidedSpan()
-_elided_groups = _ElidedGroups()
 
 
 def _note() -> None:
@@ -123,8 +98,26 @@ def _enabled_span_groups() -> frozenset[str]:
     return frozenset()
 
 
-def _span_group(name: str) -> ElidedGroup:
-    return ElidedGroup(name)
+def _trace_fn(group: str, name: str, tracer: Any = None) -> Any:
+    return lambda function: function
+
+
+def _again(manager: Any) -> Any:
+    _note()
+    return ElidedSpanManager()
+
+
+# Methods of a group handle.
+
+
+def _handle_bool(handle: Any) -> bool:
+    _note()
+    return False
+
+
+def _handle_span(handle: Any, name: str, tracer: Any = None, *, span_kind: Any = None, **attributes: Any) -> Any:
+    _note()
+    return nullcontext()
 
 
 _IN_GRAPH = {
@@ -134,7 +127,8 @@ _IN_GRAPH = {
     state.is_span_group_enabled: _is_span_group_enabled,
     state.enabled_span_groups: _enabled_span_groups,
     state._is_on: _is_span_group_enabled,
-    span_group: _span_group,
+    helpers.trace_fn: _trace_fn,
+    _spans.again: _again,
 }
 
 # Run as Python with all they call; the compiler is not to look into them.
@@ -143,7 +137,7 @@ _OPAQUE: tuple[Any, ...] = (
     helpers._group_span,
     helpers.span_cm,
     helpers._span_if_enabled,
-    _spans.UngatedSpan.again,
+    _spans.again,
     _spans.SpanManager.__init__,
     _spans.SpanManager.start,
     _spans.SpanManager.__enter__,
@@ -169,39 +163,43 @@ def register() -> None:
 
 
 def _register() -> None:
-    import torch
     from torch._dynamo import config, eval_frame
-    from torch._dynamo.decorators import substitute_in_graph
+    from torch._dynamo.decorators import assume_constant_result, substitute_in_graph
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
-    from torch._dynamo.variables import UserDefinedObjectVariable
+    from torch._dynamo.variables import ConstantVariable, UserDefinedObjectVariable, UserMethodVariable
     from torch._dynamo.variables.builder import VariableBuilder
 
     for function, stand_in in _IN_GRAPH.items():
-        substitute_in_graph(function, skip_signature_check=True)(stand_in)
+        with suppress(ValueError):  # it is known already: a module was reloaded
+            substitute_in_graph(function, skip_signature_check=True)(stand_in)
 
-    class ElidedGroupVariable(UserDefinedObjectVariable):  # type: ignore[misc]
-        """A class of its own, so that the compiler does not take the stand-in for the handle itself."""
+    class HandleVariable(UserDefinedObjectVariable):  # type: ignore[misc]
+        """A group handle: the real one, should it leave the region, that is off as long as it is inside."""
+
+        def var_getattr(self, tx: Any, name: str) -> Any:
+            if name in {"__bool__", "span"}:
+                return UserMethodVariable(_handle_bool if name == "__bool__" else _handle_span, self)
+            if name == "enabled":
+                return ConstantVariable.create(False)
+            if name == "name":
+                return VariableBuilder(tx, AttrSource(self.source, name))(self.value.name)
+            return super().var_getattr(tx, name)
+
+        def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if name in {"__bool__", "span"}:
+                return self.var_getattr(tx, name).call_function(tx, args, kwargs)
+            return super().call_method(tx, name, args, kwargs)
 
     def build_handle(builder: Any, handle: Any) -> Any:
-        builder.install_guards(GuardBuilder.ID_MATCH)
-        attribute = "group_" + handle.name.encode(errors="surrogatepass").hex()
-        groups = AttrSource(builder.tx.import_source(__name__), "_elided_groups")
-        return ElidedGroupVariable(getattr(_elided_groups, attribute), source=AttrSource(groups, attribute))
+        builder.install_guards(GuardBuilder.TYPE_MATCH)
+        return HandleVariable(handle, source=builder.source)
 
-    def build_traced(builder: Any, traced: Any) -> Any:
-        _note()
-        builder.install_guards(GuardBuilder.ID_MATCH)
-        return VariableBuilder(builder.tx, AttrSource(builder.source, "__wrapped__"))(traced.__wrapped__)
-
-    # By the numbers alone: a vendor's 2.8.0a0 counts as 2.8.
-    newer = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
     for trace_numpy in (True, False):
         with config.patch(trace_numpy=trace_numpy):
-            build = VariableBuilder._type_dispatch()
-        build[gate.GroupHandle] = build_handle
-        if newer:  # an older one reads what belongs to the stand-in from the traced function itself
-            build[gate.TracedFunction] = build_traced
+            VariableBuilder._type_dispatch()[gate.GroupHandle] = build_handle
+
+    assume_constant_result(span_group)  # so that a handle may be taken there, too
 
     # Not to be compiled, but what they call may be.
     calling = [_gated._call.__code__, *_codes_in(_spans.in_span)]

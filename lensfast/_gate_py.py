@@ -140,8 +140,7 @@ def install(managed_span: Callable[..., Any], group_span: Callable[..., Any]) ->
 
 
 class TracedFunction:
-    """A traced function that can't be `shown` itself: a coroutine or generator function, which inspect tells by its
-    code, and a bound method, which is copied in ways of its own."""
+    """A traced coroutine or generator function: looks to inspect like the function it wraps."""
 
     # Not in the __dict__, which what traces this in turn gets as well.
     __slots__ = ("__dict__", "__weakref__", "_shown", "_traced")
@@ -159,8 +158,8 @@ class TracedFunction:
         # By the function that torch.compile knows.
         return (runner if is_span_group_enabled(group) else function)(*args, **kwargs)
 
-    # As for wrapt's proxies: what asks for a function or a method, such as torch or mock, is to find one.
-    __class__ = property(lambda self: MethodType if isinstance(self._traced[0], MethodType) else FunctionType)
+    # As for wrapt's proxies: what asks for a function, such as torch or mock, is to find one.
+    __class__ = property(lambda self: FunctionType)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
@@ -184,5 +183,4 @@ def traced(function: Callable[..., Any], group: str, runner: Callable[..., Any],
     `shown` is a Python function of the same behaviour; the result is that, or has its attributes.
     """
     suspends = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-    special = shown.__code__.co_flags & suspends or isinstance(function, MethodType)
-    return TracedFunction(function, group, runner, shown) if special else shown
+    return TracedFunction(function, group, runner, shown) if shown.__code__.co_flags & suspends else shown

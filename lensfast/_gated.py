@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import builtins
-import copy
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 # Each gated function has these as globals of its own.
@@ -35,15 +34,13 @@ def gated(
     return FunctionType(_call.__code__, {"__builtins__": builtins, **own})
 
 
-def follow_method(traced: Any, method: MethodType, again: Callable[[Any], Any]) -> None:
-    """Let what traces `method`, a bound one, be a method too, and be copied as that is: along with its object.
+def _pass_on(*args: Any, **kwargs: Any) -> Any:
+    return _function(*args, **kwargs)  # noqa: F821
 
-    A deep copy is `again(the copy's method)`. A pickle is the bare method, by name, since an object that keeps its own
-    traced method must be readable by programs that lack lensfast.
-    """
-    vars(traced).update(
-        __func__=method.__func__,
-        __self__=method.__self__,
-        __deepcopy__=lambda memo: again(copy.deepcopy(method, memo)),
-        __reduce_ex__=lambda protocol: method.__reduce_ex__(protocol),
-    )
+
+def with_frame(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, or, if it is torch's own, one that calls it: torch.compile compiles that, and passes over its own."""
+    if not (getattr(function, "__module__", None) or "").startswith("torch."):
+        return function
+    # Code of its own, too: the compiler gives up on code that it had to compile eight times.
+    return FunctionType(_pass_on.__code__.replace(), {"__builtins__": builtins, "_function": function})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import sys
 import types
 import weakref
@@ -111,6 +112,7 @@ watch: Callable[[str | None, str], SpanWatch | None] | None = None
 
 
 RECOMPUTE = "lensfast.recompute"
+_CHECKPOINT_FILE = os.path.join("torch", "utils", "checkpoint.py")
 
 
 def recomputing() -> bool:
@@ -131,7 +133,8 @@ def recomputing() -> bool:
         return False
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
-        if frame.f_code.co_filename.endswith("checkpoint.py") or "Checkpoint" in frame.f_code.co_qualname:
+        code = frame.f_code
+        if code.co_qualname.endswith("CheckpointFunction.backward") or code.co_filename.endswith(_CHECKPOINT_FILE):
             return True
         frame = frame.f_back
     return False
@@ -347,13 +350,18 @@ class UngatedSpan(SpanManager):
     __slots__ = ()
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.wraps(function)(in_span(function, self.again))
+        return functools.wraps(function)(in_span(function, functools.partial(again, self)))
 
-    def again(self) -> UngatedSpan:
-        """A manager like this one, for another call."""
-        return UngatedSpan(
-            self.name, self.tracer, self.scope, attributes=self.attributes, record_exception=self.record_exception
-        )
+
+def again(manager: UngatedSpan) -> UngatedSpan:
+    """A manager like this one, for another call."""
+    return UngatedSpan(
+        manager.name,
+        manager.tracer,
+        manager.scope,
+        attributes=manager.attributes,
+        record_exception=manager.record_exception,
+    )
 
 
 def in_span(function: Callable[..., Any], manager: Callable[[], SpanManager | UnstartedSpan]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from opentelemetry import trace as trace  # consumers' tests patch helpers.trace
 from opentelemetry.trace import Span, SpanKind, Tracer
 
 from ._backend import gate, span_group
-from ._gated import follow_method, gated
+from ._gated import gated, with_frame
 from ._spans import (
     DEFAULT_REDACT_KEYS,
     PACKAGE_SCOPE,
@@ -169,26 +169,37 @@ def trace_fn(group: str, name: str, tracer: Tracer | None = None) -> Callable[[_
         TypeError: (from the decorator) what is decorated can't be called.
     """
 
+    def traced_function(function: Any, of_one_object: bool) -> Any:
+        span = functools.partial(UngatedSpan, name, tracer, PACKAGE_SCOPE, group)
+        called = with_frame(function)
+        runner = functools.wraps(function)(in_span(called, span))
+        shown: Any
+        suspending = any(suspends(function) for suspends in _SUSPENDING)
+        if suspending:
+            shown = in_span(function, functools.partial(_span_if_enabled, group, name, tracer))
+        else:
+            shown = gated(called, group, runner, _is_on)
+        functools.update_wrapper(shown, function)
+        # Methods of single objects are in Python: by their code, torch.compile takes those of like layers for one.
+        if getattr(function, "__name__", "") in _IMPLICITLY_STATIC or (of_one_object and not suspending):
+            return shown
+        traced: Any = functools.update_wrapper(gate.traced(called, group, runner, shown), function)
+        if suspending:
+            # In a compiled region, the bare function: torch.compile can't enter the span of what suspends.
+            traced._torchdynamo_inline = function
+        return traced
+
     def decorator(function: _Function) -> _Function:
         if not callable(function):
             raise TypeError(
                 f"trace_fn decorates functions, not {type(function).__name__}; "
                 "under @staticmethod or @classmethod it goes below, next to the def"
             )
-        span = functools.partial(UngatedSpan, name, tracer, PACKAGE_SCOPE, group)
-        runner = functools.wraps(function)(in_span(function, span))
-        shown: Any
-        if any(suspends(function) for suspends in _SUSPENDING):
-            shown = in_span(function, functools.partial(_span_if_enabled, group, name, tracer))
-        else:
-            shown = gated(function, group, runner, _is_on)
-        functools.update_wrapper(shown, function)
-        if getattr(function, "__name__", "") in _IMPLICITLY_STATIC:
-            return shown  # type: ignore[no-any-return]
-        traced: Any = functools.update_wrapper(gate.traced(function, group, runner, shown), function)
         if isinstance(function, MethodType):
-            follow_method(traced, function, decorator)
-        return traced  # type: ignore[no-any-return]
+            # A method again: copies follow its object, and what takes it apart finds a traced function.
+            traced = traced_function(function.__func__, of_one_object=True)
+            return MethodType(traced, function.__self__)  # type: ignore[return-value]
+        return traced_function(function, of_one_object=False)  # type: ignore[no-any-return]
 
     return decorator
 

@@ -107,6 +107,16 @@ def sites(lens):
     def call_of_a_traced_function(x):
         return traced(x) + traced(x, by=2)
 
+    @lens.span_cm("s")
+    def decorated(x):
+        return x + 1
+
+    def call_of_a_function_decorated_by_span_cm(x):
+        return decorated(x)
+
+    def decorated_inside(x):
+        return lens.trace_fn(GROUP, "s")(lambda x: x + 1)(x)
+
     @lens.trace_fn(GROUP, "s")
     def traced_generator(x):
         yield x + 1
@@ -116,7 +126,9 @@ def sites(lens):
         return sum(traced_generator(x))
 
     return {
-        name: value for name, value in locals().items() if name not in {"lens", "handle", "traced", "traced_generator"}
+        name: value
+        for name, value in locals().items()
+        if name not in {"lens", "handle", "traced", "traced_generator", "decorated"}
     }
 
 
@@ -388,14 +400,14 @@ def test_symbolic_trace_and_jit_trace(lensfast, torch, switch):
 
 @BOTH_STATES
 def test_a_traced_forward_of_one_instance(lensfast, exporter, torch, switch, first):
-    """Around the region if it is that of the compiled module, unless the compiler takes modules of torch.nn whole."""
+    """Around the region if it is that of the compiled module, also where that is of a class that the compiler skips."""
 
     class Own(torch.nn.Linear):
         def forward(self, x):
             return torch.nn.functional.linear(x, self.weight, self.bias)
 
     x = torch.randn(2, 4)
-    for compiled_class, span in ((Own, ["instance"]), (torch.nn.Linear, []), (torch.nn.Sequential, [])):
+    for compiled_class, span in ((Own, ["instance"]), (torch.nn.Linear, ["instance"]), (torch.nn.Sequential, [])):
         layer = (Own if compiled_class is torch.nn.Sequential else compiled_class)(4, 4)
         layer.forward = lensfast.trace_fn(GROUP, "instance")(layer.forward)
         torch._dynamo.reset()
@@ -407,6 +419,112 @@ def test_a_traced_forward_of_one_instance(lensfast, exporter, torch, switch, fir
             switch(state)
             assert torch.equal(compiled(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
         assert (counter.frame_count, names(exporter)) == (1, span)
+
+
+@BOTH_STATES
+@pytest.mark.parametrize("site", ["traced method", "handle"])
+def test_layers_that_are_compiled_one_by_one_share_their_code(lensfast, torch, switch, first, site):
+    """As they do without a site. Each has a traced method, or a handle, of its own."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 4)
+            self.handle = lensfast.span_group(f"layer{number}" if site == "handle" else GROUP)
+            if site == "traced method":
+                self.inner.forward = lensfast.trace_fn(GROUP, f"inner{number}")(self.inner.forward)
+
+        def forward(self, x):
+            with self.handle.span("s"):
+                return self.inner(x) * 0 if self.handle else self.inner(x)
+
+    switch(first)
+    counter = counting(torch)
+    x = torch.ones(2, 4)
+    for number in range(12):
+        layer = Layer(number)
+        layer.compile(backend=counter, fullgraph=True)
+        layer(x)
+    assert counter.frame_count == 1
+
+
+def test_a_handle_that_leaves_the_region_is_the_real_one(lensfast, exporter, torch, switch):
+    handle = lensfast.span_group(GROUP)
+
+    class Keeper(torch.nn.Module):
+        kept = other = None
+
+        def forward(self, x):
+            if self.kept is None:
+                self.kept = lensfast.span_group(GROUP)
+            self.other = handle
+            return x + 1, handle
+
+    keeper = Keeper()
+    switch("on")
+    _, returned = torch.compile(keeper, backend="eager", fullgraph=True)(torch.ones(3))
+    for found in (keeper.kept, keeper.other, returned):
+        assert found is handle
+        with found.span("s"):
+            pass
+    assert names(exporter) == ["s"] * 3
+
+
+def test_a_handle_after_a_graph_break(lensfast, exporter, torch, switch):
+    handle = lensfast.span_group(GROUP)
+
+    def function(x):
+        own = handle
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x.sin(), torch.compiler.disable(lambda: bool(own))()
+
+    switch("on")
+    assert torch.compile(function, backend="eager")(torch.ones(3))[1]
+
+
+def test_methods_that_torch_takes_apart_stay_traced(lensfast, exporter, torch, switch):
+    """Learning-rate schedulers replace an optimizer's step by a function that calls its __func__."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.step = lensfast.trace_fn(GROUP, "optimizer.step")(optimizer.step)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    switch("on")
+    optimizer.step()
+    assert names(exporter) == ["optimizer.step"]
+
+
+def test_torchs_own_marks_on_a_traced_function(lensfast, torch, switch):
+    runs = []
+
+    @torch.compiler.assume_constant_result
+    @lensfast.trace_fn(GROUP, "s")
+    def constant():
+        runs.append(1)
+        return 3
+
+    @torch.compiler.disable
+    @lensfast.trace_fn(GROUP, "s")
+    def disabled(x):
+        runs.append(1)
+        return x
+
+    for state in ("off", "on"):
+        torch._dynamo.reset()
+        runs.clear()
+        switch(state)
+        compiled = torch.compile(lambda x: x + constant(), backend="eager", fullgraph=True)
+        assert [compiled(torch.ones(1)).item() for _ in range(3)] == [4.0] * 3
+        assert runs == [1]
+        compiled = torch.compile(lambda x: disabled(x + 1) + 1, backend="eager")
+        assert [compiled(torch.ones(1)).item() for _ in range(3)] == [3.0] * 3
+        assert len(runs) == 4
+
+
+def test_registering_again_changes_nothing(lensfast, torch, caplog):
+    """As when a module is reloaded."""
+    lensfast._compile.register()
+    assert caplog.records == []
+    torch.compile(sites(lensfast)["managed_span"], backend="eager", fullgraph=True)(torch.ones(3))
 
 
 def test_one_debug_record_says_that_spans_are_left_out(lensfast, torch, caplog, monkeypatch):

@@ -121,6 +121,18 @@ def test_spans_of_hooks_and_backward_functions_are_not_marked(lensfast, exporter
     x.grad = None  # with create_graph it holds the graph that holds x
 
 
+def test_hooks_that_only_have_a_checkpoint_in_their_name(lensfast, exporter, torch):
+    class CheckpointSaver:
+        def hook(self, parameter):
+            with lensfast.managed_span("layer", "save"):
+                pass
+
+    x = torch.ones(3, requires_grad=True)
+    x.register_post_accumulate_grad_hook(CheckpointSaver().hook)
+    (x * 2).sum().backward()
+    assert spans(exporter) == [("save", None, "UNSET")]
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_recomputation_whose_graph_is_kept(lensfast, exporter, torch, use_reentrant):
     x = torch.ones(3, requires_grad=True)

@@ -321,7 +321,9 @@ def test_a_traced_bound_method(on, exporter):
     assert inspect.ismethod(owner.method)
     assert isinstance(owner.method, types.MethodType)
     assert owner.method.__self__ is owner
-    assert owner.method.__func__ is Owner.method
+    assert types.MethodType(owner.method.__func__, Owner(5))() == 5
+    assert [span.name for span in exporter.get_finished_spans()][2:] == ["inner", "outer"]
+    assert inspect.unwrap(owner.method) is Owner.method
     assert inspect.signature(owner.method) == inspect.signature(method)
     assert inspect.getsource(owner.method) == inspect.getsource(method)
 

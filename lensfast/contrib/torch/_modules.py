@@ -24,7 +24,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Status, StatusCode
 
 from ..._backend import gate
-from ..._gated import gated
+from ..._gated import gated, with_frame
 from ..._import_hook import when_imported
 from ..._spans import GatedSpan, OpenSpan, UnstartedSpan, report_failure
 from ...propagation import ContextCarrier, carry_context
@@ -271,9 +271,10 @@ def _as_method(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _trace(function: Callable[..., Any], group: str) -> Any:
     key = object()
-    runner = functools.update_wrapper(_runner(function, key), function)
-    shown = functools.update_wrapper(gated(function, group, runner, _is_on), function)
-    traced = functools.update_wrapper(gate.traced(function, group, runner, shown), function)
+    called = with_frame(function)
+    runner = functools.update_wrapper(_runner(called, key), function)
+    shown = functools.update_wrapper(gated(called, group, runner, _is_on), function)
+    traced = functools.update_wrapper(gate.traced(called, group, runner, shown), function)
     _ours[traced] = key
     return traced
 
