@@ -13,6 +13,7 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -403,6 +404,24 @@ def check_no_synchronisation() -> None:
     report("spans of that loop", len(found) == 100 and not untimed, f"{len(found)}, {untimed} of them without a time")
 
 
+def check_nccl() -> None:
+    """The broadcast of a trace context by tensors on the device, in a group of one."""
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        report("broadcast over NCCL", None, "this torch has no NCCL")
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        dist.init_process_group("nccl", init_method=f"file://{directory}/store", rank=0, world_size=1)
+        try:
+            with span("broadcast") as broadcast:
+                carrier = lensfast.broadcast_trace_context(rank=0) or {}
+                sent = format(broadcast.get_span_context().trace_id, "032x")
+            report("broadcast over NCCL", sent in carrier.get("traceparent", ""), str(carrier))
+        finally:
+            dist.destroy_process_group()
+
+
 def check_cost() -> None:
     def cost() -> float:
         """Microseconds of one span."""
@@ -540,6 +559,7 @@ def main() -> int:
         check_compiled,
         check_nvtx,
         check_no_synchronisation,
+        check_nccl,
         check_cost,
         check_processes,
     ):

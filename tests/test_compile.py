@@ -309,7 +309,7 @@ def test_each_of_many_traced_functions_is_compiled(lensfast, torch, switch):
 
 
 def test_a_region_with_a_graph_break(lensfast, exporter, torch, switch):
-    """Between two graphs spans are real; a block that holds the break has none if it is a managed_span's."""
+    """What follows a break is another region, without spans; a span_cm that holds one keeps its function Python."""
 
     @lensfast.trace_fn(GROUP, "traced")
     def traced(x):
@@ -340,11 +340,50 @@ def test_a_region_with_a_graph_break(lensfast, exporter, torch, switch):
     switch("off")
     assert torch.equal(compiled(x), ((x + 1) * 2).sin())
     assert counter.frame_count == graphs
-    assert names(exporter) in ([], ["traced"])
-    exporter.clear()
-    assert torch.equal(torch.compile(with_span_cm, backend="eager")(x), (x + 1) * 2)
+    assert names(exporter) == []
+    counter.frame_count = 0
+    assert torch.equal(torch.compile(with_span_cm, backend=counter)(x), (x + 1) * 2)
+    assert counter.frame_count == 0
     assert names(exporter) == ["block"]
     assert exporter.get_finished_spans()[0].attributes == {"a": 1}
+
+
+def test_what_is_left_to_python(lensfast, exporter, torch, switch):
+    @torch.compiler.disable
+    def disabled(x):
+        with lensfast.managed_span(GROUP, "inside disabled"):
+            return x + 1
+
+    @lensfast.trace_fn(GROUP, "traced, breaks")
+    def breaks(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    def function(x):
+        with lensfast.managed_span(GROUP, "block"):
+            x = x * 2
+        return breaks(disabled(x)) * 2
+
+    switch("on")
+    assert torch.compile(function, backend="eager")(torch.ones(1)).item() == 8.0
+    assert names(exporter) == ["inside disabled", "traced, breaks"]
+
+
+def test_a_wrapped_method_without_fullgraph(lensfast, exporter, torch, switch):
+    class Model:
+        @lensfast.trace_fn(GROUP, "method")
+        def method(self, x, by=1):
+            return x + by
+
+    switch("on")
+    counter = counting(torch)
+    compiled = torch.compile(Model().method, backend=counter)
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
+    assert torch.equal(compiled(torch.ones(2), by=3), torch.full((2,), 4.0))
+    inside = torch.compile(lambda x: Model().method(x), backend=counter)
+    exporter.clear()
+    assert torch.equal(inside(torch.ones(2)), torch.full((2,), 2.0))
+    assert names(exporter) == []
 
 
 def test_the_machinery_of_a_span_is_not_compiled(lensfast, exporter, torch, switch):
@@ -379,14 +418,16 @@ def test_dynamic_shapes(lensfast, torch, switch):
 
 @pytest.mark.parametrize("strict", [True, False])
 @BOTH_STATES
-def test_export(lensfast, torch, switch, first, strict):
+def test_export(lensfast, exporter, torch, switch, first, strict):
     net, x = model(lensfast, torch), torch.randn(2, 8)
     expected = net(x)
     switch(first)
     if first == "on" and not strict:
         # Not traced but run: `if handle` is then what it is in Python.
         expected = net(x)
+    exporter.clear()
     exported = torch.export.export(net, (x,), strict=strict)
+    assert ("activation" in names(exporter)) == (not strict)
     assert not any("lensfast" in str(node.target) for node in exported.graph.nodes)
     torch.testing.assert_close(exported.module()(x), expected)
 
@@ -541,9 +582,15 @@ def test_a_torch_that_knows_no_way_is_reported(lensfast, torch, caplog, monkeypa
     def refuse(*args, **kwargs):
         raise TypeError("no such thing")
 
-    monkeypatch.setattr(torch._dynamo.decorators, "substitute_in_graph", refuse)
-    lensfast._compile.register()
-    (record,) = caplog.records
+    for where, name in (
+        (torch._dynamo.decorators, "substitute_in_graph"),
+        (torch._dynamo.variables.builder.VariableBuilder, "_type_dispatch"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, refuse)
+            lensfast._compile.register()
+    (record, again) = caplog.records
+    assert record.message == again.message
     assert record.levelno == logging.WARNING
     assert "inside torch.compile they will break graphs" in record.message
 
