@@ -12,7 +12,6 @@ import gc
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import torch
 import variants
@@ -28,11 +27,11 @@ void end(const char *name) { CALLGRIND_DUMP_STATS_AT(name); }
 
 
 def client_requests() -> ctypes.CDLL:
-    target = Path(tempfile.mkdtemp(prefix="lensfast-count-")) / "requests.so"
-    subprocess.run(
-        ["cc", "-x", "c", "-O2", "-shared", "-fPIC", "-", "-o", str(target)], input=REQUESTS, text=True, check=True
-    )
-    return ctypes.CDLL(str(target))
+    with tempfile.TemporaryDirectory() as directory:
+        library = f"{directory}/requests.so"
+        compiler = ["cc", "-x", "c", "-O2", "-shared", "-fPIC", "-", "-o", library]
+        subprocess.run(compiler, input=REQUESTS, text=True, check=True)
+        return ctypes.CDLL(library)
 
 
 def main() -> None:

@@ -94,7 +94,7 @@ def backward_step(loss: Tensor) -> float:
 def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     grad_norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     optimizer.step()
-    optimizer.zero_grad(set_to_none=False)  # keeps its memory: page faults are noise
+    optimizer.zero_grad()
     return grad_norm
 
 

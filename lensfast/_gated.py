@@ -35,7 +35,7 @@ def gated(
 
 
 def _pass_on(*args: Any, **kwargs: Any) -> Any:
-    return _function(*args, **kwargs)  # noqa: F821
+    return _function(*args, **kwargs) if kwargs else _function(*args)  # noqa: F821
 
 
 def with_frame(function: Callable[..., Any]) -> Callable[..., Any]:

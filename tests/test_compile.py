@@ -11,9 +11,16 @@ GROUP = "layer"
 BOTH_STATES = pytest.mark.parametrize("first", ["off", "on"])
 
 
+@pytest.fixture(scope="module")
+def compiler_cache(tmp_path_factory):
+    """Not that of the user's, which another build of torch may have filled."""
+    return tmp_path_factory.mktemp("inductor")
+
+
 @pytest.fixture
-def torch(lensfast):
+def torch(lensfast, compiler_cache, monkeypatch):
     torch = pytest.importorskip("torch", reason="torch is not installed here")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiler_cache))
     importlib.import_module("torch._dynamo.testing")
     torch._dynamo.reset()
     yield torch

@@ -999,32 +999,6 @@ def test_a_forked_child_times_spans_where_it_can(lensfast, timing, exporter):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-# Signal handlers and finalizers end spans wherever the main thread is.
-
-
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no interval timers")
-def test_spans_of_a_signal_handler(lensfast, timing, exporter, device):
-    handled = []
-
-    def handler(number, frame):
-        with lensfast.managed_span("on", "handler"):
-            handled.append(number)
-
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
-    try:
-        for _ in range(500):
-            with lensfast.managed_span("on", "loop"):
-                pass
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    stream = timing.stream_of(0)
-    stream.run(*[1.0] * len(stream.queued))
-    device.flush(20)
-    assert len(finished(exporter, 500 + len(handled))) == 500 + len(handled)
-
-
 # NVTX.
 
 
