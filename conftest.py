@@ -8,6 +8,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +17,10 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+with suppress(ImportError):
+    # Where torch's compiler is the first to import it, in the middle of a long run, its distutils shim may fail.
+    import setuptools  # noqa: F401
 
 BACKENDS = ("c", "python")
 ROOT = Path(__file__).resolve().parent
