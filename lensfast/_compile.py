@@ -2,8 +2,8 @@
 
 All of it is constant to the compiler: no graph break, nothing in the compiled code, no guard on what is enabled, and so
 nothing to compile again when groups are switched. Where lensfast's code runs as Python all the same (around a compiled
-region, or after a graph break), the compiler leaves it alone, so that its spans are real and what they enclose is
-compiled.
+region, or in what the compiler leaves to Python), the compiler keeps out of it, so that its spans are real and what
+they enclose is compiled.
 
 register() does it for the torch that is imported; hook() does it whenever that happens.
 """
@@ -24,7 +24,6 @@ from ._import_hook import when_imported
 
 logger = logging.getLogger("lensfast")
 
-_DYNAMO = "torch._dynamo"
 _noted = False
 
 
@@ -148,7 +147,7 @@ _OPAQUE: tuple[Any, ...] = (
 
 def hook() -> None:
     """Have register() called once torch._dynamo is imported: at once if it is."""
-    when_imported(_DYNAMO, register)
+    when_imported("torch._dynamo", register)
 
 
 def register() -> None:

@@ -43,7 +43,7 @@ class NemoLensConfig:
     exporter: str = "otlp"
     """`"otlp"` or `"console"`."""
     run_id: str = ""
-    """Names the run; empty: SLURM_JOB_ID or a random id, filled in by setup_telemetry."""
+    """Names the run; if it is empty, ensure_run_id fills it in, which setup_telemetry calls."""
     user: str = ""
     wandb_entity: str = ""
     wandb_project: str = ""
