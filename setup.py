@@ -15,8 +15,8 @@ TRUE = {"1", "true", "yes", "on"}
 REQUIRED = os.environ.get("LENSFAST_REQUIRE_EXTENSION", "").strip().lower() in TRUE
 PURE = os.environ.get("LENSFAST_BUILD_PURE", "").strip().lower() in TRUE or sys.implementation.name != "cpython"
 
-C_SOURCES = ["csrc/gate.c", "csrc/group.c", "csrc/noop.c", "csrc/traced.c"]
-C_HEADERS = ["csrc/atomics.h", "csrc/callargs.h", "csrc/gate.h", "csrc/group.h", "csrc/noop.h", "csrc/traced.h"]
+C_SOURCES = [f"csrc/{name}.c" for name in ("gate", "group", "manager", "noop", "otlp", "span", "traced")]
+C_HEADERS = [source[:-1] + "h" for source in C_SOURCES] + ["csrc/atomics.h", "csrc/callargs.h"]
 
 
 class OptionalBuildExt(build_ext):

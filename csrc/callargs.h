@@ -31,4 +31,17 @@ lf_kwnames_repeat(PyObject *kwnames, int group, int tracer)
     return 0;
 }
 
+/* True when `word` is among the keywords. */
+static inline int
+lf_kwnames_have(PyObject *kwnames, const char *word, size_t length)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kwnames); i++) {
+        PyObject *key = PyTuple_GET_ITEM(kwnames, i);
+        if ((size_t)PyUnicode_GET_LENGTH(key) == length && lf_is_word(key, word, length)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
 #endif

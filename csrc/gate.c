@@ -2,6 +2,7 @@
 
 #include "callargs.h"
 #include "group.h"
+#include "manager.h"
 #include "noop.h"
 
 static PyObject *enabled_box = NULL; /* a list of one frozenset: replaced and read as one item */
@@ -72,6 +73,9 @@ managed_span(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t nargs,
             if (kwnames == NULL || !lf_kwnames_repeat(kwnames, 1, nargs == 3)) {
                 return lf_noop_ref();
             }
+        }
+        else if (lf_manager_ready() && (kwnames == NULL || !lf_kwnames_repeat(kwnames, 1, 1))) {
+            return lf_manager_new(args[0], args[1], nargs == 3 ? args[2] : NULL, args + nargs, kwnames);
         }
     }
     return PyObject_Vectorcall(managed_span_in_full, args, (size_t)nargs, kwnames);

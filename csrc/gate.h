@@ -16,7 +16,7 @@ int lf_gate_contains(PyObject *group);
 /* A builtin `is_span_group_enabled` whose __module__ is `module_name`. */
 PyObject *lf_gate_is_enabled_function(PyObject *module_name);
 
-/* A builtin `managed_span` that answers a disabled site itself and hands every other call to `in_full`. */
+/* A builtin `managed_span` that answers a site itself and hands an odd call to `in_full`. */
 PyObject *lf_gate_managed_span_function(PyObject *module_name, PyObject *in_full);
 
 #endif

@@ -1,6 +1,7 @@
 #include "group.h"
 
 #include "callargs.h"
+#include "manager.h"
 #include "noop.h"
 
 PyTypeObject *lf_group_type = NULL;
@@ -146,9 +147,15 @@ group_repr(PyObject *self)
 static PyObject *
 group_span(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    if (LF_LIKELY(!lf_group_on((LfGroup *)self) && (nargs == 1 || nargs == 2))) {
-        if (kwnames == NULL || !lf_kwnames_repeat(kwnames, 0, nargs == 2)) {
-            return lf_noop_ref();
+    if (nargs == 1 || nargs == 2) {
+        if (LF_LIKELY(!lf_group_on((LfGroup *)self))) {
+            if (kwnames == NULL || !lf_kwnames_repeat(kwnames, 0, nargs == 2)) {
+                return lf_noop_ref();
+            }
+        }
+        else if (lf_manager_ready() && (kwnames == NULL || (!lf_kwnames_repeat(kwnames, 0, 1) &&
+                                                            !lf_kwnames_have(kwnames, "span_kind", 9)))) {
+            return lf_manager_new(((LfGroup *)self)->name, args[0], nargs == 2 ? args[1] : NULL, args + nargs, kwnames);
         }
     }
     if (span_hook == NULL) {

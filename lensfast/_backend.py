@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["TRUE_WORDS", "backend", "backend_reason", "gate", "span_group"]
+__all__ = ["TRUE_WORDS", "backend", "backend_reason", "compiled", "gate", "span_group"]
 
 TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
 
@@ -39,6 +39,9 @@ else:
         warnings.warn(f"lensfast runs on its slower Python gate: {backend_reason}", RuntimeWarning, stacklevel=2)
     else:
         backend, backend_reason = "c", "the C extension is present"
+
+# The compiled gate, which has more than the one in Python; None without it.
+compiled: Any = gate if backend == "c" else None
 
 
 def span_group(name: str) -> gate.GroupHandle:

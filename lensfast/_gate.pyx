@@ -28,6 +28,37 @@ cdef extern from "traced.h":
     object lf_traced_new(object function, object group, object runner, object shown)
     PyTypeObject *lf_traced_type
 
+cdef extern from "span.h":
+    ctypedef struct LfApi:
+        PyObject *context_variable
+        PyTypeObject *context_type
+        PyObject *span_key
+        PyObject *api_span
+        PyObject *invalid_span
+        PyTypeObject *non_recording_span
+        PyTypeObject *span_context
+        PyObject *default_trace_state
+        PyObject *trace_flags[4]
+        PyObject *kinds[5]
+    LfApi lf_api
+    int lf_span_init() except -1
+    void lf_plans_outdate()
+    void lf_ids_reseed()
+    PyTypeObject *lf_plan_type
+    PyTypeObject *lf_span_type
+    PyTypeObject *lf_open_spans_type
+    PyTypeObject *lf_tracer_type
+
+cdef extern from "otlp.h":
+    int lf_otlp_init() except -1
+    PyTypeObject *lf_sink_type
+
+cdef extern from "manager.h":
+    int lf_manager_init() except -1
+    int lf_manager_set_up(dict spans, dict trace) except -1
+    PyTypeObject *lf_gated_span_type
+    PyTypeObject *lf_ungated_span_type
+
 cdef extern from "gate.h":
     int lf_gate_init() except -1
     int lf_gate_set_enabled(object frozen_set) except -1
@@ -39,11 +70,21 @@ lf_noop_init()
 lf_group_init()
 lf_traced_init()
 lf_gate_init()
+lf_span_init()
+lf_otlp_init()
+lf_manager_init()
 
 NOOP = <object>lf_noop
 NoopSpan = type(NOOP)
 GroupHandle = <object>lf_group_type
 TracedFunction = <object>lf_traced_type
+GatedSpan = <object>lf_gated_span_type
+UngatedSpan = <object>lf_ungated_span_type
+Plan = <object>lf_plan_type
+SpanBase = <object>lf_span_type
+TracerBase = <object>lf_tracer_type
+OpenSpans = <object>lf_open_spans_type
+Sink = <object>lf_sink_type
 
 is_span_group_enabled = lf_gate_is_enabled_function("lensfast.state")
 
@@ -71,6 +112,7 @@ def publish(groups):
 
 
 def _after_fork():
+    lf_ids_reseed()
     # Another thread may have held the lock, half way through.
     _lock._at_fork_reinit()
     _apply(_enabled)
@@ -107,3 +149,38 @@ def traced(function, group, runner, shown):
     if type(group) is str:
         group = span_group(group)
     return lf_traced_new(function, group, runner, shown)
+
+
+_held = []
+
+
+cdef PyObject *_hold(object thing):
+    _held.append(thing)
+    return <PyObject *>thing
+
+
+def use_managers(dict spans, dict trace, context_variable, context_type, span_key):
+    """Let managed_span and handle.span make their managers in C.
+
+    `spans` and `trace` are the dicts of lensfast._spans and of opentelemetry.trace; the rest is how the current span
+    is kept.
+    """
+    lf_api.context_variable = _hold(context_variable)
+    lf_api.context_type = <PyTypeObject *>_hold(context_type)
+    lf_api.span_key = _hold(span_key)
+    lf_api.api_span = _hold(trace["Span"])
+    lf_api.invalid_span = _hold(trace["INVALID_SPAN"])
+    lf_api.non_recording_span = <PyTypeObject *>_hold(trace["NonRecordingSpan"])
+    lf_api.span_context = <PyTypeObject *>_hold(trace["SpanContext"])
+    lf_api.default_trace_state = _hold(trace["DEFAULT_TRACE_STATE"])
+    for flags in range(4):
+        lf_api.trace_flags[flags] = _hold(trace["TraceFlags"](flags))
+    for kind in trace["SpanKind"]:
+        if 0 <= kind.value < 5:
+            lf_api.kinds[kind.value] = _hold(kind)
+    lf_manager_set_up(spans, trace)
+
+
+def outdate_plans():
+    """Every tracer is to make its plan anew before its next span."""
+    lf_plans_outdate()

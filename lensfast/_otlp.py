@@ -165,9 +165,9 @@ def _report_outages(exporter: Any, transport: str, signal: str, what: str) -> An
                 logger.warning(
                     "%d of %d spans can't be encoded as OTLP and are dropped, such as %r (%s)",
                     len(batch) - len(sendable), len(batch),
-                    next(span.name for span in batch if span not in sendable), reason,
+                    next(span.name for span in batch if span not in list(sendable)), reason,
                 )  # fmt: skip
-                if not sendable:
+                if len(sendable) == 0:
                     return result
                 result, reason = _chatter.listen(original, sendable)
         if getattr(result, "name", "") == "SUCCESS":
@@ -228,7 +228,7 @@ def _reconnect_after_fork(exporter: Any) -> None:
     os.register_at_fork(after_in_child=reconnect)
 
 
-def _encodable(spans: Any) -> list[Any]:
+def _encodable(spans: Any) -> Any:
     """Those of `spans` that OTLP can carry; a name with a lone surrogate, for example, would cost the whole batch."""
     try:
         from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -237,9 +237,10 @@ def _encodable(spans: Any) -> list[Any]:
 
     def encodes(batch: Any) -> bool:
         try:
-            encode_spans(batch)
+            encode_spans(list(batch))
         except Exception:
             return False
         return True
 
-    return list(spans) if encodes(spans) else [span for span in spans if encodes([span])]
+    kept = list(spans) if encodes(spans) else [span for span in spans if encodes([span])]
+    return spans.keep(kept) if hasattr(spans, "keep") else kept

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 from opentelemetry import context as context_api
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.context.contextvars_context import ContextVarsRuntimeContext
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, propagation
 
-from ._backend import gate
+from ._backend import compiled, gate
 
 logger = logging.getLogger("lensfast.helpers")
 
@@ -146,20 +147,86 @@ def _stops_recomputation(error: BaseException) -> bool:
     return kind.__name__ == "_StopRecomputationError" and kind.__module__ == "torch.utils.checkpoint"
 
 
+def start_watch(group: str | None, name: str) -> SpanWatch | None:
+    """What watches a span that has started, if anything does."""
+    if watch is not None:
+        try:
+            return watch(group, name)
+        except Exception as failure:
+            report_failure("watch span", name, failure)
+    return None
+
+
+def set_attributes(span: Span, name: str, attributes: Mapping[str, Any]) -> None:
+    """Give a span that has started the attributes of its site."""
+    try:
+        # After the start, as the original does: samplers and on_start never see them.
+        span.set_attributes(usable_attributes(attributes))
+    except Exception as failure:
+        report_failure("set the attributes of span", name, failure)
+
+
+def mark_recomputation(span: Span, name: str) -> None:
+    """Mark a span that has started, if it is one of activation checkpointing's."""
+    try:
+        if recomputing():
+            span.set_attribute(RECOMPUTE, True)
+    except Exception as failure:
+        report_failure("see whether this is a recomputation", name, failure)
+
+
+def restore(span: Span, name: str, parent: Context, context: Context, in_order: bool) -> None:
+    """After `span`, whose context is detached, see to the contexts that must not show it as current any more."""
+    contexts: list[weakref.ref[Context]] = []
+    with suppress(TypeError):  # a span that can't be hashed or weakly referenced was never put in
+        contexts = _redirected.pop(span, contexts)
+    if not in_order:
+        contexts.append(weakref.ref(context))
+    try:
+        _redirect(contexts, trace.get_current_span(parent))
+    except Exception as failure:
+        report_failure("restore the context after span", name, failure)
+
+
+class SpanRecipe(Protocol):
+    """What is known of a span before it starts."""
+
+    @property
+    def group(self) -> str | None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def record_exception(self) -> bool: ...
+    @property
+    def names_exception_type(self) -> bool: ...
+
+
+def record_error(recipe: SpanRecipe, span: Span, error: Exception) -> None:
+    """An exception leaves the block of `span`."""
+    if _stops_recomputation(error):
+        return
+    try:
+        message = f"{type(error).__name__}: {error}" if recipe.names_exception_type else str(error)
+    except Exception:
+        message = type(error).__name__
+    try:
+        if span.is_recording():
+            span.set_status(Status(StatusCode.ERROR, message))
+            if recipe.record_exception:
+                span.record_exception(error)
+    except Exception as failure:
+        report_failure("record an exception on span", recipe.name, failure)
+
+
 class OpenSpan:
     """One started span; as a context manager it only ends it."""
 
     __slots__ = ("_body", "_context", "_parent", "_recipe", "_token", "_watch", "span")
 
-    def __init__(self, recipe: SpanManager, span: Span) -> None:
+    def __init__(self, recipe: SpanRecipe, span: Span) -> None:
         self._recipe = recipe
         self.span = span
-        self._watch = None
-        if watch is not None:
-            try:
-                self._watch = watch(recipe.group, recipe.name)
-            except Exception as failure:
-                report_failure("watch span", recipe.name, failure)
+        self._watch = start_watch(recipe.group, recipe.name)
 
     def attach(self) -> None:
         """Make the span current."""
@@ -175,17 +242,8 @@ class OpenSpan:
             context_api._RUNTIME_CONTEXT.detach(self._token)
         except Exception:
             in_order = False
-        if in_order and not _redirected:
-            return
-        contexts: list[weakref.ref[Context]] = []
-        with suppress(TypeError):  # a span that can't be hashed or weakly referenced was never put in
-            contexts = _redirected.pop(self.span, contexts)
-        if not in_order:
-            contexts.append(weakref.ref(self._context))
-        try:
-            _redirect(contexts, trace.get_current_span(self._parent))
-        except Exception as failure:
-            report_failure("restore the context after span", self._recipe.name, failure)
+        if not in_order or _redirected:
+            restore(self.span, self._recipe.name, self._parent, self._context, in_order)
 
     def suspend(self) -> None:
         """Between two items of a generator, the consumer's span is current again."""
@@ -199,18 +257,8 @@ class OpenSpan:
     def end(self, error: BaseException | None) -> None:
         span, recipe = self.span, self._recipe
         # A BaseException such as KeyboardInterrupt or GeneratorExit is a way to leave, not a failure of the work.
-        if isinstance(error, Exception) and not _stops_recomputation(error):
-            try:
-                message = f"{type(error).__name__}: {error}" if recipe.names_exception_type else str(error)
-            except Exception:
-                message = type(error).__name__
-            try:
-                if span.is_recording():
-                    span.set_status(Status(StatusCode.ERROR, message))
-                    if recipe.record_exception:
-                        span.record_exception(error)
-            except Exception as failure:
-                report_failure("record an exception on span", recipe.name, failure)
+        if isinstance(error, Exception):
+            record_error(recipe, span, error)
         try:
             if self._watch is None:
                 span.end()
@@ -305,16 +353,8 @@ class SpanManager:
             report_failure("start span", self.name, failure)
             return UNSTARTED
         if self.attributes:
-            try:
-                # After the start, as the original does: samplers and on_start never see them.
-                span.set_attributes(usable_attributes(self.attributes))
-            except Exception as failure:
-                report_failure("set the attributes of span", self.name, failure)
-        try:
-            if recomputing():
-                span.set_attribute(RECOMPUTE, True)
-        except Exception as failure:
-            report_failure("see whether this is a recomputation", self.name, failure)
+            set_attributes(span, self.name, self.attributes)
+        mark_recomputation(span, self.name)
         return OpenSpan(self, span)
 
     def __enter__(self) -> Span:
@@ -350,7 +390,20 @@ class UngatedSpan(SpanManager):
     __slots__ = ()
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.wraps(function)(in_span(function, functools.partial(again, self)))
+        return decorated(self, function)
+
+
+def decorated(manager: UngatedSpan, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, each call in a span like that of `manager`."""
+    return functools.wraps(function)(in_span(function, functools.partial(again, manager)))
+
+
+if compiled is not None and type(context_api._RUNTIME_CONTEXT) is ContextVarsRuntimeContext:
+    # The same two in C. A context that is kept in another way is for Python.
+    compiled.use_managers(
+        globals(), vars(trace), context_api._RUNTIME_CONTEXT._current_context, Context, propagation._SPAN_KEY
+    )
+    GatedSpan, UngatedSpan = compiled.GatedSpan, compiled.UngatedSpan  # type: ignore[misc]
 
 
 def again(manager: UngatedSpan) -> UngatedSpan:

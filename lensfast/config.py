@@ -48,6 +48,8 @@ class NemoLensConfig:
     wandb_entity: str = ""
     wandb_project: str = ""
     _span_group_cls: Any = field(default=None, repr=False)
+    native_spans: bool = field(default=True, repr=False)
+    """Whether spans are implemented in C, where the extension is present and the SDK is one that it knows."""
 
     def __post_init__(self) -> None:
         # Real rather than float: numpy's numbers, for one, are such.
@@ -70,8 +72,8 @@ class NemoLensConfig:
             if not isinstance(value, wanted):
                 what = "a str" if wanted is str else "a number"
                 raise TypeError(f"NemoLensConfig.{name} must be {what}, not {value!r}")
-        for name in ("enabled", "sampler_enabled", "traces_enabled", "metrics_enabled", "logs_enabled"):
-            value = getattr(self, name)
+        for name in ("enabled", "sampler_enabled", "traces_enabled", "metrics_enabled", "logs_enabled", "native_spans"):
+            value = getattr(self, name, True)
             if isinstance(value, str):
                 logger.warning("NemoLensConfig.%s is the text %r, which counts as %s", name, value, bool(value))
 
@@ -143,6 +145,7 @@ class NemoLensConfig:
             wandb_entity=os.environ.get("WANDB_ENTITY", ""),
             wandb_project=os.environ.get("WANDB_PROJECT", ""),
             _span_group_cls=span_group_cls,
+            native_spans=flag("NATIVE_SPANS", True),
         )
 
 

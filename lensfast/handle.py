@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import Meter
     from opentelemetry.trace import Tracer
 
+    from ._export import SpanStats
     from .strategies import ExportStrategy
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,19 @@ class TelemetryHandle:
         """The meter named `nemo.lens`."""
         return self._meter
 
+    def stats(self) -> SpanStats:
+        """What has become of this process's sampled spans: a SpanStats with the counts `ended`, `queued`, `exported`,
+        `failed` and `dropped`, all 0 where it does not export. `ended` is the sum of the others. Thread-safe.
+
+        Raises:
+            ImportError: the SDK is not installed.
+        """
+        from . import providers
+        from ._export import SpanStats
+
+        processor = providers.export_processor
+        return SpanStats() if processor is None else processor.stats()
+
     def shutdown(self, timeout_ms: int = 5000) -> None:
         """Deliver what is queued and shut the global providers down.
 
@@ -114,6 +128,12 @@ class TelemetryHandle:
 
 class _OffHandle(TelemetryHandle):
     """The handle of a process that does not export: there may be a provider, but it is somebody else's."""
+
+    def stats(self) -> SpanStats:
+        """All 0."""
+        from ._export import SpanStats
+
+        return SpanStats()
 
     def shutdown(self, timeout_ms: int = 5000) -> None:
         """Nothing to do."""

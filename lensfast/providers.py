@@ -15,6 +15,7 @@ from opentelemetry import metrics, trace
 from opentelemetry.context import Context
 
 from . import package_info
+from ._backend import compiled
 from ._otlp import (
     NEEDS_SDK,
     _resolve_otlp_protocol,  # noqa: F401  (where the original has it)
@@ -44,6 +45,8 @@ class SeedIndependentIdGenerator:
     Trainers seed `random` alike on every rank; ids drawn from it would collide. A forked child draws from a new seed.
     """
 
+    drawn_in_c = True  # native spans draw in the same way, without a call (not those of a subclass)
+
     def __init__(self) -> None:
         self._random = random.Random()
         if hasattr(os, "register_at_fork"):
@@ -69,6 +72,8 @@ class SeedIndependentIdGenerator:
 class _ScopedSpanAttributes:
     """Span processor: gives new spans the attributes of the enclosing span_attributes() blocks."""
 
+    only_scoped_attributes = True  # native spans need not call it outside of such blocks
+
     def on_start(self, span: Any, parent_context: Context | None = None) -> None:
         scoped = _scoped_attributes.get()
         if scoped:
@@ -80,6 +85,8 @@ class _ScopedSpanAttributes:
 
     def on_end(self, span: Any) -> None:
         """Nothing to do."""
+
+    _on_ending.does_nothing = on_end.does_nothing = True  # type: ignore[attr-defined]
 
     def shutdown(self) -> None:
         """Nothing to do."""
@@ -97,6 +104,8 @@ class _OpenSpanCloser:
 
     def __init__(self) -> None:
         self._open: dict[int, Any] = {}
+        # Native spans enter and leave this by themselves.
+        self.open_spans = None if compiled is None else compiled.OpenSpans()
         self._lock = threading.Lock()
         self._closed = False
         if hasattr(os, "register_at_fork"):
@@ -106,6 +115,8 @@ class _OpenSpanCloser:
     def _forget(self) -> None:
         self._lock = threading.Lock()
         self._open = {}
+        if self.open_spans is not None:
+            self.open_spans.forget()
 
     def on_start(self, span: Any, parent_context: Context | None = None) -> None:
         with self._lock:
@@ -114,6 +125,8 @@ class _OpenSpanCloser:
 
     def _on_ending(self, span: Any) -> None:
         """Nothing to do."""
+
+    _on_ending.does_nothing = True  # type: ignore[attr-defined]
 
     def on_end(self, span: Any) -> None:
         with self._lock:
@@ -126,16 +139,22 @@ class _OpenSpanCloser:
     def shutdown(self) -> None:
         """End every open span, innermost first, with the attribute and event `nemo.span.truncated`."""
         with self._lock:
-            spans = list(self._open.values())
+            spans = list(reversed(self._open.values()))
             self._open = {}
             self._closed = True
-        for span in reversed(spans):
+        if self.open_spans is not None:
+            spans += self.open_spans.close()
+        for span in spans:
             try:
                 span.set_attribute(TRUNCATED, True)
                 span.add_event(TRUNCATED, {f"{TRUNCATED}.reason": "still open at telemetry shutdown"})
                 span.end()
             except Exception:
                 logger.debug("could not end the open span %r", span, exc_info=True)
+
+
+# The processor that exports this process's spans, once there is one: it has their counts.
+export_processor: Any = None
 
 
 def build_noop_providers() -> None:
@@ -180,7 +199,6 @@ def build_providers(
         from opentelemetry.sdk.metrics import MeterProvider
         from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
         from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
     except ImportError as error:
         raise ImportError(f"{NEEDS_SDK} ({error})") from error
@@ -206,23 +224,34 @@ def build_providers(
     resource = _build_resource(config, rank, world_size, resource_attributes)
     processors: list[Any] = []
     if config.traces_enabled:
+        native = _native_spans(config)
         exporter = span_exporter or _build_span_exporter(config)
-        processors = [_ScopedSpanAttributes(), _OpenSpanCloser(), BatchSpanProcessor(exporter)]
+        processors = [_ScopedSpanAttributes(), _OpenSpanCloser(), _export_processor(exporter, native, span_exporter)]
     if signals["metrics"]:
         metric_exporter = _build_metric_exporter(config)
         metric_reader = PeriodicExportingMetricReader(metric_exporter, export_interval_millis=metric_interval_ms)
         _discard_after_fork(metric_exporter)
     logger_provider = _build_logger_provider(config, resource) if config.logs_enabled else None
 
+    global export_processor
+    export_processor = processors[-1] if processors else None
     exporting = False
     if config.traces_enabled:
         sampler: Any = RankAwareSampler(rank, world_size, config.export_sample_rate) if config.sampler_enabled else None
         ids: Any = SeedIndependentIdGenerator()
+        provider_class = TracerProvider
+        if native:
+            from ._native import TracerProvider as provider_class  # noqa: N813
         # The handle shuts down, in bounded time; the SDK's own exit hook may wait for a dead collector.
-        provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False, id_generator=ids)
+        provider = provider_class(sampler=sampler, resource=resource, shutdown_on_exit=False, id_generator=ids)
         exporting |= _install_tracer_provider(provider, processors)
     if metrics_wanted:
-        metrics.set_meter_provider(MeterProvider([metric_reader], resource=resource, shutdown_on_exit=False))
+        meter_provider = MeterProvider([metric_reader], resource=resource, shutdown_on_exit=False)
+        metrics.set_meter_provider(meter_provider)
+        if export_processor is not None:
+            from ._export import report_as_metrics
+
+            report_as_metrics(meter_provider, export_processor)
         exporting = True
     if logger_provider is not None:
         from opentelemetry._logs import set_logger_provider
@@ -231,6 +260,27 @@ def build_providers(
         exporting = True
     set_global_textmap(CompositePropagator([TraceContextTextMapPropagator(), W3CBaggagePropagator()]))
     return exporting
+
+
+def _native_spans(config: NemoLensConfig) -> bool:
+    """Whether spans are to be native: decided once, with one line in the log."""
+    if not getattr(config, "native_spans", True):  # a stand-in for a config may be of an older form
+        logger.info("spans are the SDK's: native_spans is off (<PREFIX>_NATIVE_SPANS)")
+        return False
+    from ._native import why_not
+
+    reason = why_not()
+    logger.info("spans are native" if reason is None else f"spans are the SDK's: {reason}")
+    return reason is None
+
+
+def _export_processor(exporter: Any, native: bool, given: Any) -> Any:
+    """The processor that has ended spans exported; native ones for OTLP wait for it as bytes."""
+    from ._export import CountingSpanProcessor, EncodingSpanProcessor, can_encode, pass_encoded
+
+    if native and given is None and pass_encoded(exporter) and can_encode():
+        return EncodingSpanProcessor(exporter)
+    return CountingSpanProcessor(exporter)
 
 
 def _install_tracer_provider(provider: Any, processors: list[Any]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from opentelemetry import trace
+
 from .strategies import rank_is_sampled
 
 
@@ -25,14 +27,19 @@ class RankAwareSampler:
         links: Any = None,
         trace_state: Any = None,
     ) -> Any:
-        """An SDK SamplingResult, whatever the parent's decision was; a bool where the SDK is not installed."""
+        """An SDK SamplingResult, whatever the parent's decision was; a bool where the SDK is not installed.
+
+        The parent's trace state is passed on, as by the SDK's samplers.
+        """
         try:
             from opentelemetry.sdk.trace.sampling import Decision, SamplingResult
         except ImportError:
             return self._sampled
+        above = trace.get_current_span(parent_context).get_span_context()
+        state = above.trace_state if above is not None and above.is_valid else None
         if self._sampled:
-            return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes)
-        return SamplingResult(Decision.DROP)
+            return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes, state)
+        return SamplingResult(Decision.DROP, None, state)
 
     def get_description(self) -> str:
         return f"RankAwareSampler(rank={self._rank}, rate={self._rate})"

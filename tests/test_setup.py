@@ -24,6 +24,7 @@ from opentelemetry.metrics import _internal as metrics_internal
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import Decision
 from otlp_receiver import PROTOCOLS, Receiver, free_port, run_script
@@ -98,6 +99,7 @@ DEFAULTS = {
     "wandb_entity": "",
     "wandb_project": "",
     "_span_group_cls": None,
+    "native_spans": True,
 }
 
 
@@ -123,6 +125,7 @@ def test_config_fields_in_their_order(lensfast: ModuleType) -> None:
         ("METRICS_ENABLED", "NO", "metrics_enabled", False),
         ("METRICS_ENABLED", "off", "metrics_enabled", False),
         ("LOGS_ENABLED", "1", "logs_enabled", True),
+        ("NATIVE_SPANS", "0", "native_spans", False),
         ("SAMPLER_ENABLED", "1", "sampler_enabled", True),
         ("EXPORT_STRATEGY", " all_ranks ", "export_strategy", "all_ranks"),
         ("EXPORT_RANK", "7", "export_rank", 7),
@@ -786,8 +789,9 @@ def test_shutdown_ends_and_marks_open_spans_inner_first(lensfast: ModuleType) ->
 def test_the_closer_stands_before_the_batch_processor(lensfast: ModuleType) -> None:
     set_up(lensfast)
     provider: Any = trace.get_tracer_provider()
-    names = [type(processor).__name__ for processor in provider._active_span_processor._span_processors]
-    assert names == ["_ScopedSpanAttributes", "_OpenSpanCloser", "BatchSpanProcessor"]
+    scoped, closer, batch = provider._active_span_processor._span_processors
+    assert [type(scoped).__name__, type(closer).__name__] == ["_ScopedSpanAttributes", "_OpenSpanCloser"]
+    assert isinstance(batch, BatchSpanProcessor)
 
 
 def test_the_closer_keeps_only_open_spans(lensfast: ModuleType) -> None:

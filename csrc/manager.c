@@ -1,0 +1,760 @@
+#include "manager.h"
+
+#include <stddef.h>
+
+#include "callargs.h"
+#include "noop.h"
+#include "span.h"
+
+#if PY_VERSION_HEX < 0x030C0000
+#include <structmember.h>
+#define Py_T_OBJECT_EX T_OBJECT_EX
+#define _Py_T_OBJECT T_OBJECT
+#define Py_T_BOOL T_BOOL
+#define Py_READONLY READONLY
+#endif
+
+PyTypeObject *lf_gated_span_type = NULL;
+PyTypeObject *lf_ungated_span_type = NULL;
+
+enum { INLINE = 6, TRACERS = 4 };
+
+/* One span that was entered. */
+typedef struct Entered {
+    PyObject *span;    /* NULL: the tracer could not start it */
+    PyObject *outer;   /* the Context that was current before */
+    PyObject *context; /* that in which the span is current */
+    PyObject *token;
+    PyObject *watch; /* what ends the span, or NULL */
+    struct Entered *before;
+} Entered;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *name;
+    PyObject *tracer; /* NULL or None: that of the scope and the provider that is global */
+    PyObject *scope;
+    PyObject *group;
+    PyObject *kind;
+    PyObject *attributes; /* a mapping, or NULL */
+    PyObject *kwnames;    /* or they are here: names, and that many of the values */
+    PyObject *values[INLINE];
+    char record_exception;
+    char names_exception_type;
+    char is_entered;
+    Entered entered; /* the innermost */
+} Manager;
+
+static PyObject *spans;  /* the dict of lensfast._spans */
+static PyObject *traces; /* that of opentelemetry.trace */
+static PyObject *redirected; /* the dict in _spans._redirected */
+static PyObject *redact_keys;
+static PyObject *redacted;
+static PyObject *helpers_scope;
+static PyObject *get_tracer, *get_tracer_provider; /* as they were at the start: a patched one is asked each time */
+static PyObject *str_tracer_provider, *str_get_tracer, *str_get_tracer_provider, *str_watch, *str_torch, *str_task_id;
+static PyObject *kwname_kind;
+
+int
+lf_manager_ready(void)
+{
+    return spans != NULL;
+}
+
+/* ---- what is rare is done in Python ---- */
+
+static PyObject *
+call_python(const char *name, PyObject *const *args, size_t nargs)
+{
+    PyObject *function = PyDict_GetItemString(spans, name);
+    if (function == NULL) {
+        return PyErr_Format(PyExc_RuntimeError, "lensfast._spans has no %s", name);
+    }
+    Py_INCREF(function);
+    PyObject *result = PyObject_Vectorcall(function, args, nargs, NULL);
+    Py_DECREF(function);
+    return result;
+}
+
+/* Log the exception that is set and go on, unless it is one that telemetry must not stop. */
+static int
+report_failure(const char *doing, PyObject *name)
+{
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+        return -1;
+    }
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL) {
+        PyException_SetTraceback(error, traceback);
+    }
+    PyObject *what = PyUnicode_FromString(doing);
+    PyObject *result = NULL;
+    if (what != NULL) {
+        PyObject *arguments[] = {what, name, error};
+        result = call_python("report_failure", arguments, 3);
+    }
+    Py_XDECREF(what);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* ---- the tracer ---- */
+
+static struct {
+    PyObject *scope, *provider, *tracer;
+} tracers[TRACERS];
+
+/* The tracer of `scope` of the provider that is global now: a new reference. */
+static PyObject *
+current_tracer(PyObject *scope)
+{
+    PyObject *provider = PyDict_GetItemWithError(traces, str_tracer_provider);
+    int patched = PyDict_GetItemWithError(traces, str_get_tracer) != get_tracer ||
+                  PyDict_GetItemWithError(traces, str_get_tracer_provider) != get_tracer_provider;
+    int i = 0;
+    while (i < TRACERS && tracers[i].scope != scope) {
+        i++;
+    }
+    if (LF_LIKELY(i < TRACERS && !patched && provider != NULL && tracers[i].provider == provider)) {
+        return Py_NewRef(tracers[i].tracer);
+    }
+    PyObject *tracer = call_python("current_tracer", &scope, 1);
+    provider = PyDict_GetItemWithError(traces, str_tracer_provider);
+    if (tracer != NULL && !patched && provider != NULL && provider != Py_None) {
+        if (i == TRACERS) {
+            for (i = 0; i < TRACERS - 1 && tracers[i].scope != NULL; i++) {
+            }
+        }
+        Py_XSETREF(tracers[i].scope, Py_NewRef(scope));
+        Py_XSETREF(tracers[i].provider, Py_NewRef(provider));
+        Py_XSETREF(tracers[i].tracer, Py_NewRef(tracer));
+    }
+    return tracer;
+}
+
+/* ---- starting ---- */
+
+static PyObject *
+start_span(Manager *self, PyObject *current)
+{
+    PyObject *tracer = self->tracer == NULL || self->tracer == Py_None ? current_tracer(self->scope)
+                                                                        : Py_NewRef(self->tracer);
+    if (tracer == NULL) {
+        return NULL;
+    }
+    PyObject *span = NULL;
+    if (LF_LIKELY(PyObject_TypeCheck(tracer, lf_tracer_type))) {
+        LfPlan *plan = lf_tracer_plan((LfTracer *)tracer);
+        if (plan != NULL) {
+            LfStart start = {.name = self->name, .current = current, .kind = self->kind, .record_exception = 1,
+                             .set_status_on_exception = 1};
+            Py_INCREF(plan);
+            span = lf_span_start(plan, &start);
+            Py_DECREF(plan);
+            Py_DECREF(tracer);
+            return span;
+        }
+        if (PyErr_Occurred()) {
+            Py_DECREF(tracer);
+            return NULL;
+        }
+    }
+    PyObject *method = PyObject_GetAttrString(tracer, "start_span");
+    Py_DECREF(tracer);
+    if (method == NULL) {
+        return NULL;
+    }
+    PyObject *arguments[] = {self->name, self->kind};
+    span = PyObject_Vectorcall(method, arguments, 1, self->kind == NULL ? NULL : kwname_kind);
+    Py_DECREF(method);
+    return span;
+}
+
+/* The attributes as a mapping: a new reference. */
+static PyObject *
+attribute_mapping(const Manager *self)
+{
+    if (self->kwnames == NULL) {
+        return Py_NewRef(self->attributes == NULL ? Py_None : self->attributes);
+    }
+    PyObject *mapping = PyDict_New();
+    for (Py_ssize_t i = 0; mapping != NULL && i < PyTuple_GET_SIZE(self->kwnames); i++) {
+        if (PyDict_SetItem(mapping, PyTuple_GET_ITEM(self->kwnames, i), self->values[i]) < 0) {
+            Py_CLEAR(mapping);
+        }
+    }
+    return mapping;
+}
+
+/* 1: set. 0: they are for Python. */
+static int
+set_inline_attributes(const Manager *self, PyObject *span)
+{
+    if (!lf_is_span(span)) {
+        return 0;
+    }
+    Py_ssize_t count = PyTuple_GET_SIZE(self->kwnames);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *value = self->values[i];
+        if (!PyUnicode_CheckExact(value) && !PyLong_CheckExact(value) && !PyFloat_CheckExact(value) &&
+            !PyBool_Check(value)) {
+            return 0;
+        }
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *key = PyTuple_GET_ITEM(self->kwnames, i), *value = self->values[i];
+        if (PyUnicode_CheckExact(value)) {
+            int secret = PySet_Contains(redact_keys, key);
+            if (secret < 0) {
+                return -1;
+            }
+            if (secret) {
+                value = redacted;
+            }
+        }
+        if (lf_span_set_attribute((LfSpan *)span, key, value) < 0) {
+            return -1;
+        }
+    }
+    return 1;
+}
+
+static int
+set_attributes(Manager *self, PyObject *span)
+{
+    if (self->kwnames != NULL) {
+        int done = set_inline_attributes(self, span);
+        if (done < 0) {
+            return report_failure("set the attributes of span", self->name);
+        }
+        if (done) {
+            return 0;
+        }
+    }
+    PyObject *mapping = attribute_mapping(self);
+    if (mapping == NULL) {
+        return -1;
+    }
+    PyObject *arguments[] = {span, self->name, mapping};
+    PyObject *result = call_python("set_attributes", arguments, 3);
+    Py_DECREF(mapping);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* Whether torch is in a backward pass here, or can't be asked: then Python code finds out more. */
+static int
+may_be_recomputing(void)
+{
+    static PyObject *for_module = NULL, *task_id = NULL;
+    PyObject *modules = PyImport_GetModuleDict(); /* borrowed */
+    PyObject *torch = PyDict_CheckExact(modules) ? PyDict_GetItemWithError(modules, str_torch) : NULL;
+    if (torch == NULL) {
+        PyErr_Clear();
+        return 0;
+    }
+    if (torch != for_module) {
+        PyObject *inner = PyObject_GetAttrString(torch, "_C");
+        PyObject *function = inner == NULL ? NULL : PyObject_GetAttr(inner, str_task_id);
+        Py_XDECREF(inner);
+        if (function == NULL) {
+            PyErr_Clear();
+            return 1;
+        }
+        Py_XSETREF(task_id, function);
+        Py_XSETREF(for_module, Py_NewRef(torch));
+    }
+    PyObject *id = PyObject_CallNoArgs(task_id);
+    int idle = id != NULL && PyLong_Check(id) && PyLong_AsLong(id) == -1 && !PyErr_Occurred();
+    Py_XDECREF(id);
+    PyErr_Clear();
+    return !idle;
+}
+
+/* A started span: a new reference. Py_None where the tracer failed, which is logged. */
+static PyObject *
+start(Manager *self, PyObject *current)
+{
+    PyObject *span = start_span(self, current);
+    if (LF_UNLIKELY(span == NULL)) {
+        return report_failure("start span", self->name) < 0 ? NULL : Py_NewRef(Py_None);
+    }
+    if ((self->kwnames != NULL || (self->attributes != NULL && self->attributes != Py_None)) &&
+        set_attributes(self, span) < 0) {
+        Py_DECREF(span);
+        return NULL;
+    }
+    if (LF_UNLIKELY(may_be_recomputing())) {
+        PyObject *arguments[] = {span, self->name};
+        PyObject *result = call_python("mark_recomputation", arguments, 2);
+        if (result == NULL) {
+            Py_DECREF(span);
+            return NULL;
+        }
+        Py_DECREF(result);
+    }
+    return span;
+}
+
+static void
+clear_entered(Entered *entered)
+{
+    Py_CLEAR(entered->span);
+    Py_CLEAR(entered->outer);
+    Py_CLEAR(entered->context);
+    Py_CLEAR(entered->token);
+    Py_CLEAR(entered->watch);
+}
+
+static PyObject *
+manager_enter(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    Manager *self = (Manager *)object;
+    Entered entered = {NULL, NULL, NULL, NULL, NULL, NULL};
+    if (PyContextVar_Get(lf_api.context_variable, NULL, &entered.outer) < 0) {
+        return NULL;
+    }
+    PyObject *span = start(self, entered.outer);
+    if (span == NULL) {
+        goto failed;
+    }
+    if (LF_UNLIKELY(span == Py_None)) {
+        Py_DECREF(span);
+        Py_CLEAR(entered.outer);
+    }
+    else {
+        entered.span = span;
+        PyObject *watch = PyDict_GetItemWithError(spans, str_watch);
+        if (LF_UNLIKELY(watch != NULL && watch != Py_None)) {
+            PyObject *arguments[] = {self->group == NULL ? Py_None : self->group, self->name};
+            entered.watch = call_python("start_watch", arguments, 2);
+            if (entered.watch == NULL) {
+                goto failed;
+            }
+            if (entered.watch == Py_None) {
+                Py_CLEAR(entered.watch);
+            }
+        }
+        entered.context = lf_context_with(entered.outer, span);
+        if (entered.context == NULL) {
+            goto failed;
+        }
+        entered.token = PyContextVar_Set(lf_api.context_variable, entered.context);
+        if (entered.token == NULL) {
+            goto failed;
+        }
+    }
+    if (LF_UNLIKELY(self->is_entered)) {
+        /* The disabled span may be entered while it is entered, so this may be, too. */
+        Entered *before = PyMem_Malloc(sizeof(Entered));
+        if (before == NULL) {
+            PyErr_NoMemory();
+            goto failed;
+        }
+        *before = self->entered;
+        entered.before = before;
+    }
+    self->entered = entered;
+    self->is_entered = 1;
+    return Py_NewRef(entered.span == NULL ? lf_api.invalid_span : entered.span);
+failed:
+    clear_entered(&entered);
+    return NULL;
+}
+
+/* ---- leaving ---- */
+
+/* Make current again what was before, wherever and in whatever order that is asked for. */
+static int
+detach(Manager *self, const Entered *entered)
+{
+    PyObject *current;
+    if (PyContextVar_Get(lf_api.context_variable, NULL, &current) < 0) {
+        return -1;
+    }
+    int in_order = current == entered->context;
+    Py_DECREF(current);
+    if (PyContextVar_Reset(lf_api.context_variable, entered->token) < 0) {
+        PyErr_Clear(); /* another context, or another thread */
+        in_order = 0;
+    }
+    if (LF_LIKELY(in_order && PyDict_GET_SIZE(redirected) == 0)) {
+        return 0;
+    }
+    PyObject *arguments[] = {entered->span, self->name, entered->outer, entered->context,
+                             in_order ? Py_True : Py_False};
+    PyObject *result = call_python("restore", arguments, 5);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+static int
+end(Manager *self, const Entered *entered, PyObject *error)
+{
+    /* A BaseException such as KeyboardInterrupt or GeneratorExit is a way to leave, not a failure of the work. */
+    if (LF_UNLIKELY(error != Py_None) && PyObject_TypeCheck(error, (PyTypeObject *)PyExc_Exception)) {
+        PyObject *arguments[] = {(PyObject *)self, entered->span, error};
+        PyObject *result = call_python("record_error", arguments, 3);
+        if (result == NULL) {
+            return -1;
+        }
+        Py_DECREF(result);
+    }
+    int failed;
+    if (LF_UNLIKELY(entered->watch != NULL)) {
+        PyObject *result = PyObject_CallMethod(entered->watch, "end", "O", entered->span);
+        failed = result == NULL;
+        Py_XDECREF(result);
+    }
+    else if (lf_is_span(entered->span)) {
+        failed = lf_span_end((LfSpan *)entered->span, NULL) < 0;
+    }
+    else {
+        PyObject *result = PyObject_CallMethod(entered->span, "end", NULL);
+        failed = result == NULL;
+        Py_XDECREF(result);
+    }
+    return failed ? report_failure("end span", self->name) : 0;
+}
+
+static PyObject *
+manager_exit(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
+{
+    Manager *self = (Manager *)object;
+    if (LF_UNLIKELY(nargs != 3)) {
+        return PyErr_Format(PyExc_TypeError, "__exit__() takes 3 arguments (%zd given)", nargs);
+    }
+    if (LF_UNLIKELY(!self->is_entered)) {
+        return PyErr_Format(PyExc_RuntimeError, "the manager of span %R was left without being entered", self->name);
+    }
+    Entered entered = self->entered;
+    if (LF_UNLIKELY(entered.before != NULL)) {
+        self->entered = *entered.before;
+        PyMem_Free(entered.before);
+    }
+    else {
+        self->is_entered = 0;
+        memset(&self->entered, 0, sizeof(Entered));
+    }
+    int failed = 0;
+    if (entered.span != NULL) {
+        Py_INCREF(self);
+        /* In this order, so that an on_end processor sees the parent as current. */
+        failed = detach(self, &entered) < 0 || end(self, &entered, args[1]) < 0;
+        Py_DECREF(self);
+    }
+    clear_entered(&entered);
+    if (failed) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* start(): a Python OpenSpan, for those who attach and end it themselves. */
+static PyObject *
+manager_start(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    PyObject *current;
+    if (PyContextVar_Get(lf_api.context_variable, NULL, &current) < 0) {
+        return NULL;
+    }
+    PyObject *span = start((Manager *)object, current);
+    Py_DECREF(current);
+    if (span == NULL) {
+        return NULL;
+    }
+    PyObject *result;
+    if (span == Py_None) {
+        result = Py_XNewRef(PyDict_GetItemString(spans, "UNSTARTED"));
+    }
+    else {
+        PyObject *arguments[] = {object, span};
+        result = call_python("OpenSpan", arguments, 2);
+    }
+    Py_DECREF(span);
+    return result;
+}
+
+/* ---- the object ---- */
+
+static PyObject *
+gated_call(PyObject *Py_UNUSED(self), PyObject *args, PyObject *kwargs)
+{
+    return PyObject_Call(lf_noop, args, kwargs); /* refuses to decorate, as the disabled span does */
+}
+
+static PyObject *
+ungated_call(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *function;
+    static char *names[] = {"function", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:UngatedSpan", names, &function)) {
+        return NULL;
+    }
+    PyObject *arguments[] = {self, function};
+    return call_python("decorated", arguments, 2);
+}
+
+static PyObject *
+manager_repr(PyObject *self)
+{
+    return PyUnicode_FromFormat("<span %R>", ((Manager *)self)->name);
+}
+
+static PyObject *
+manager_attributes(PyObject *self, void *Py_UNUSED(closure))
+{
+    return attribute_mapping((Manager *)self);
+}
+
+static Manager *
+manager_alloc(PyTypeObject *type)
+{
+    return (Manager *)type->tp_alloc(type, 0);
+}
+
+static PyObject *
+manager_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"name", "tracer", "scope", "group", "attributes", "kind", "record_exception",
+                            "names_exception_type", NULL};
+    PyObject *name, *tracer, *scope = NULL, *group = Py_None, *attributes = Py_None, *kind = Py_None;
+    int record_exception = 1, names_exception_type = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|OOOOpp", names, &name, &tracer, &scope, &group, &attributes,
+                                     &kind, &record_exception, &names_exception_type)) {
+        return NULL;
+    }
+    if (spans == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "lensfast is not fully imported");
+        return NULL;
+    }
+    Manager *self = manager_alloc(type);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->name = Py_NewRef(name);
+    self->tracer = Py_NewRef(tracer);
+    self->scope = Py_NewRef(scope == NULL ? helpers_scope : scope);
+    self->group = Py_NewRef(group);
+    self->attributes = attributes == Py_None ? NULL : Py_NewRef(attributes);
+    self->kind = kind == Py_None ? NULL : Py_NewRef(kind);
+    self->record_exception = (char)record_exception;
+    self->names_exception_type = (char)names_exception_type;
+    return (PyObject *)self;
+}
+
+PyObject *
+lf_manager_new(PyObject *group, PyObject *name, PyObject *tracer, PyObject *const *values, PyObject *kwnames)
+{
+    Py_ssize_t count = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
+    PyObject *mapping = NULL;
+    if (LF_UNLIKELY(count > INLINE)) {
+        mapping = PyDict_New();
+        for (Py_ssize_t i = 0; mapping != NULL && i < count; i++) {
+            if (PyDict_SetItem(mapping, PyTuple_GET_ITEM(kwnames, i), values[i]) < 0) {
+                Py_CLEAR(mapping);
+            }
+        }
+        if (mapping == NULL) {
+            return NULL;
+        }
+    }
+    Manager *self = manager_alloc(lf_gated_span_type);
+    if (self == NULL) {
+        Py_XDECREF(mapping);
+        return NULL;
+    }
+    self->name = Py_NewRef(name);
+    self->tracer = Py_XNewRef(tracer);
+    self->scope = Py_NewRef(helpers_scope);
+    self->group = Py_NewRef(group);
+    self->record_exception = 1;
+    self->attributes = mapping;
+    if (mapping == NULL && count > 0) {
+        self->kwnames = Py_NewRef(kwnames);
+        for (Py_ssize_t i = 0; i < count; i++) {
+            self->values[i] = Py_NewRef(values[i]);
+        }
+    }
+    return (PyObject *)self;
+}
+
+static int
+manager_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Manager *self = (Manager *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->name);
+    Py_VISIT(self->tracer);
+    Py_VISIT(self->scope);
+    Py_VISIT(self->group);
+    Py_VISIT(self->kind);
+    Py_VISIT(self->attributes);
+    Py_VISIT(self->kwnames);
+    for (int i = 0; i < INLINE; i++) {
+        Py_VISIT(self->values[i]);
+    }
+    for (Entered *entered = &self->entered; entered != NULL; entered = entered->before) {
+        Py_VISIT(entered->span);
+        Py_VISIT(entered->outer);
+        Py_VISIT(entered->context);
+        Py_VISIT(entered->token);
+        Py_VISIT(entered->watch);
+    }
+    return 0;
+}
+
+static int
+manager_clear(PyObject *object)
+{
+    Manager *self = (Manager *)object;
+    Py_CLEAR(self->tracer);
+    Py_CLEAR(self->kind);
+    Py_CLEAR(self->attributes);
+    Py_CLEAR(self->kwnames);
+    for (int i = 0; i < INLINE; i++) {
+        Py_CLEAR(self->values[i]);
+    }
+    self->is_entered = 0;
+    for (;;) {
+        Entered entered = self->entered;
+        memset(&self->entered, 0, sizeof(Entered));
+        if (entered.before != NULL) {
+            self->entered = *entered.before;
+            PyMem_Free(entered.before);
+        }
+        int more = entered.before != NULL;
+        clear_entered(&entered);
+        if (!more) {
+            return 0;
+        }
+    }
+}
+
+static void
+manager_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    manager_clear(object);
+    Py_CLEAR(((Manager *)object)->name);
+    Py_CLEAR(((Manager *)object)->scope);
+    Py_CLEAR(((Manager *)object)->group);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef manager_methods[] = {
+    {"__enter__", manager_enter, METH_NOARGS, "Start the span and make it current; returns it."},
+    {"__exit__", (PyCFunction)(void (*)(void))manager_exit, METH_FASTCALL,
+     "Make current again what was before, and end the span."},
+    {"start", manager_start, METH_NOARGS, "Start the span. A tracer that fails is logged and does not reach the caller."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef manager_members[] = {
+    {"name", _Py_T_OBJECT, offsetof(Manager, name), Py_READONLY, NULL},
+    {"tracer", _Py_T_OBJECT, offsetof(Manager, tracer), Py_READONLY, NULL},
+    {"scope", _Py_T_OBJECT, offsetof(Manager, scope), Py_READONLY, NULL},
+    {"group", _Py_T_OBJECT, offsetof(Manager, group), Py_READONLY, NULL},
+    {"kind", _Py_T_OBJECT, offsetof(Manager, kind), Py_READONLY, NULL},
+    {"record_exception", Py_T_BOOL, offsetof(Manager, record_exception), Py_READONLY, NULL},
+    {"names_exception_type", Py_T_BOOL, offsetof(Manager, names_exception_type), Py_READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef manager_getset[] = {
+    {"attributes", manager_attributes, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+#define SLOTS(doc, call)                                                                                              \
+    {                                                                                                                 \
+        {Py_tp_doc, doc}, {Py_tp_new, manager_new}, {Py_tp_call, call}, {Py_tp_repr, manager_repr},                   \
+            {Py_tp_traverse, manager_traverse}, {Py_tp_clear, manager_clear}, {Py_tp_dealloc, manager_dealloc},       \
+            {Py_tp_methods, manager_methods}, {Py_tp_members, manager_members}, {Py_tp_getset, manager_getset},       \
+        {                                                                                                             \
+            0, NULL                                                                                                   \
+        }                                                                                                             \
+    }
+
+static PyType_Slot gated_slots[] = SLOTS("What managed_span and handle.span give while the group is on.", gated_call);
+static PyType_Slot ungated_slots[] =
+    SLOTS("What span_cm gives: also a decorator, each call of the function in a span of its own.", ungated_call);
+
+static PyType_Spec gated_spec = {
+    .name = "lensfast._gate.GatedSpan",
+    .basicsize = sizeof(Manager),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = gated_slots,
+};
+
+static PyType_Spec ungated_spec = {
+    .name = "lensfast._gate.UngatedSpan",
+    .basicsize = sizeof(Manager),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = ungated_slots,
+};
+
+static int
+take(PyObject *dict, const char *name, PyObject **where)
+{
+    PyObject *value = PyDict_GetItemString(dict, name);
+    if (value == NULL) {
+        PyErr_Format(PyExc_RuntimeError, "managers of spans need %s", name);
+        return -1;
+    }
+    Py_XSETREF(*where, Py_NewRef(value));
+    return 0;
+}
+
+int
+lf_manager_set_up(PyObject *spans_dict, PyObject *trace_dict)
+{
+    PyObject *weak = NULL;
+    if (take(spans_dict, "_redirected", &weak) < 0) {
+        return -1;
+    }
+    Py_XSETREF(redirected, PyObject_GetAttrString(weak, "data"));
+    Py_DECREF(weak);
+    if (redirected == NULL || !PyDict_Check(redirected) || take(spans_dict, "DEFAULT_REDACT_KEYS", &redact_keys) < 0 ||
+        take(spans_dict, "REDACTED", &redacted) < 0 || take(spans_dict, "HELPERS_SCOPE", &helpers_scope) < 0 ||
+        take(spans_dict, "_GET_TRACER", &get_tracer) < 0 ||
+        take(spans_dict, "_GET_TRACER_PROVIDER", &get_tracer_provider) < 0) {
+        return -1;
+    }
+    Py_XSETREF(traces, Py_NewRef(trace_dict));
+    Py_XSETREF(spans, Py_NewRef(spans_dict));
+    return 0;
+}
+
+int
+lf_manager_init(void)
+{
+    if (lf_gated_span_type != NULL) {
+        return 0;
+    }
+    static const struct {
+        PyObject **where;
+        const char *text;
+    } words[] = {
+        {&str_tracer_provider, "_TRACER_PROVIDER"}, {&str_get_tracer, "get_tracer"},
+        {&str_get_tracer_provider, "get_tracer_provider"}, {&str_watch, "watch"}, {&str_torch, "torch"},
+        {&str_task_id, "_current_graph_task_id"},
+    };
+    for (size_t i = 0; i < sizeof(words) / sizeof(words[0]); i++) {
+        *words[i].where = PyUnicode_InternFromString(words[i].text);
+        if (*words[i].where == NULL) {
+            return -1;
+        }
+    }
+    kwname_kind = Py_BuildValue("(s)", "kind");
+    lf_gated_span_type = (PyTypeObject *)PyType_FromSpec(&gated_spec);
+    lf_ungated_span_type = (PyTypeObject *)PyType_FromSpec(&ungated_spec);
+    return kwname_kind && lf_gated_span_type && lf_ungated_span_type ? 0 : -1;
+}

@@ -1,0 +1,888 @@
+#include "otlp.h"
+
+#include <stddef.h>
+#include <string.h>
+
+/* Tags of opentelemetry/proto/trace/v1/trace.proto and common/v1/common.proto: field number * 8 + wire type. */
+enum {
+    REQUEST_RESOURCE_SPANS = 0x0a,
+    RESOURCE_SPANS_SCOPE_SPANS = 0x12,
+    SCOPE_SPANS_SPAN = 0x12,
+    SPAN_TRACE_ID = 0x0a,
+    SPAN_ID = 0x12,
+    SPAN_PARENT_ID = 0x22,
+    SPAN_NAME = 0x2a,
+    SPAN_KIND = 0x30,
+    SPAN_START = 0x39,
+    SPAN_END = 0x41,
+    SPAN_ATTRIBUTE = 0x4a,
+    SPAN_DROPPED_ATTRIBUTES = 0x50,
+    SPAN_STATUS = 0x7a,
+    SPAN_FLAGS = 0x85, /* and 0x01 */
+    STATUS_MESSAGE = 0x12,
+    STATUS_CODE = 0x18,
+    KEY_VALUE_KEY = 0x0a,
+    KEY_VALUE_VALUE = 0x12,
+    VALUE_STRING = 0x0a,
+    VALUE_BOOL = 0x10,
+    VALUE_INT = 0x18,
+    VALUE_DOUBLE = 0x21,
+    VALUE_ARRAY = 0x2a,
+    VALUE_BYTES = 0x3a,
+    ARRAY_VALUE = 0x0a,
+    FLAGS_HAS_IS_REMOTE = 0x100,
+    FLAGS_IS_REMOTE = 0x200,
+};
+
+enum { DEEPEST = 4, FIRST_SIZE = 8192, RUNS = 8, ODD_SIZE = 4096 };
+
+PyTypeObject *lf_sink_type = NULL;
+
+/* ---- a growing buffer ---- */
+
+typedef struct {
+    char *data;
+    size_t length;
+    size_t capacity;
+} Buffer;
+
+/* 1: encoded; 0: this is for the stock encoder; -1: no memory, without an exception */
+enum { NO_MEMORY = -1, ODD = 0, ENCODED = 1 };
+
+static int
+reserve(Buffer *buffer, size_t more)
+{
+    if (LF_LIKELY(buffer->capacity - buffer->length >= more)) {
+        return 1;
+    }
+    size_t capacity = buffer->capacity == 0 ? FIRST_SIZE : buffer->capacity;
+    while (capacity - buffer->length < more) {
+        capacity *= 2;
+    }
+    char *data = PyMem_RawRealloc(buffer->data, capacity);
+    if (data == NULL) {
+        return 0;
+    }
+    buffer->data = data;
+    buffer->capacity = capacity;
+    return 1;
+}
+
+/* The put_...() write into what was reserved. */
+
+static void
+put_byte(Buffer *buffer, int byte)
+{
+    buffer->data[buffer->length++] = (char)byte;
+}
+
+static void
+put_varint(Buffer *buffer, uint64_t value)
+{
+    while (value >= 0x80) {
+        put_byte(buffer, (int)(value | 0x80) & 0xff);
+        value >>= 7;
+    }
+    put_byte(buffer, (int)value);
+}
+
+static void
+put_bytes(Buffer *buffer, const char *data, size_t length)
+{
+    memcpy(buffer->data + buffer->length, data, length);
+    buffer->length += length;
+}
+
+static void
+put_big_endian(Buffer *buffer, uint64_t value)
+{
+    for (int shift = 56; shift >= 0; shift -= 8) {
+        put_byte(buffer, (int)(value >> shift) & 0xff);
+    }
+}
+
+static void
+put_fixed64(Buffer *buffer, uint64_t value)
+{
+    for (int shift = 0; shift < 64; shift += 8) {
+        put_byte(buffer, (int)(value >> shift) & 0xff);
+    }
+}
+
+static size_t
+varint_size(uint64_t value)
+{
+    size_t size = 1;
+    while (value >= 0x80) {
+        value >>= 7;
+        size++;
+    }
+    return size;
+}
+
+/* A message whose length is known at its end: `guess` bytes are kept for it. */
+static size_t
+begin(Buffer *buffer, size_t guess)
+{
+    buffer->length += guess;
+    return buffer->length;
+}
+
+static int
+finish(Buffer *buffer, size_t start, size_t guess)
+{
+    size_t length = buffer->length - start, size = varint_size(length);
+    if (LF_UNLIKELY(size != guess)) {
+        if (!reserve(buffer, size)) {
+            return NO_MEMORY;
+        }
+        memmove(buffer->data + start - guess + size, buffer->data + start, length);
+    }
+    buffer->length = start - guess;
+    put_varint(buffer, length);
+    buffer->length += length;
+    return ENCODED;
+}
+
+/* ---- encoding ---- */
+
+static int
+encode_text(Buffer *buffer, int tag, PyObject *text)
+{
+    const char *data;
+    Py_ssize_t length;
+    if (LF_LIKELY(PyUnicode_IS_COMPACT_ASCII(text))) {
+        data = (const char *)PyUnicode_1BYTE_DATA(text);
+        length = PyUnicode_GET_LENGTH(text);
+    }
+    else {
+        data = PyUnicode_AsUTF8AndSize(text, &length);
+        if (data == NULL) { /* a lone surrogate */
+            PyErr_Clear();
+            return ODD;
+        }
+    }
+    if (!reserve(buffer, (size_t)length + 11)) {
+        return NO_MEMORY;
+    }
+    put_byte(buffer, tag);
+    put_varint(buffer, (uint64_t)length);
+    put_bytes(buffer, data, (size_t)length);
+    return ENCODED;
+}
+
+static int
+encode_value(Buffer *buffer, PyObject *value, int depth)
+{
+    if (PyUnicode_CheckExact(value)) {
+        return encode_text(buffer, VALUE_STRING, value);
+    }
+    if (!reserve(buffer, 24)) {
+        return NO_MEMORY;
+    }
+    if (PyLong_CheckExact(value)) {
+        int overflow;
+        long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+        if (overflow != 0) {
+            return ODD;
+        }
+        put_byte(buffer, VALUE_INT);
+        put_varint(buffer, (uint64_t)number);
+        return ENCODED;
+    }
+    if (PyBool_Check(value)) {
+        put_byte(buffer, VALUE_BOOL);
+        put_byte(buffer, value == Py_True);
+        return ENCODED;
+    }
+    if (PyFloat_CheckExact(value)) {
+        double number = PyFloat_AS_DOUBLE(value);
+        uint64_t bits;
+        memcpy(&bits, &number, sizeof(bits));
+        put_byte(buffer, VALUE_DOUBLE);
+        put_fixed64(buffer, bits);
+        return ENCODED;
+    }
+    if (value == Py_None) {
+        return ENCODED;
+    }
+    if (PyBytes_CheckExact(value)) {
+        size_t length = (size_t)PyBytes_GET_SIZE(value);
+        if (!reserve(buffer, length + 11)) {
+            return NO_MEMORY;
+        }
+        put_byte(buffer, VALUE_BYTES);
+        put_varint(buffer, length);
+        put_bytes(buffer, PyBytes_AS_STRING(value), length);
+        return ENCODED;
+    }
+    if (!PyTuple_CheckExact(value) || depth == DEEPEST) {
+        return ODD;
+    }
+    put_byte(buffer, VALUE_ARRAY);
+    size_t array = begin(buffer, 1);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); i++) {
+        if (!reserve(buffer, 2)) {
+            return NO_MEMORY;
+        }
+        put_byte(buffer, ARRAY_VALUE);
+        size_t item = begin(buffer, 1);
+        int done = encode_value(buffer, PyTuple_GET_ITEM(value, i), depth + 1);
+        if (done == ENCODED) {
+            done = finish(buffer, item, 1);
+        }
+        if (done != ENCODED) {
+            return done;
+        }
+    }
+    return finish(buffer, array, 1);
+}
+
+static int
+encode_attribute(Buffer *buffer, PyObject *key, PyObject *value)
+{
+    if (!PyUnicode_CheckExact(key)) {
+        return ODD;
+    }
+    if (!reserve(buffer, 2)) {
+        return NO_MEMORY;
+    }
+    put_byte(buffer, SPAN_ATTRIBUTE);
+    size_t attribute = begin(buffer, 1);
+    int done = encode_text(buffer, KEY_VALUE_KEY, key);
+    if (done != ENCODED) {
+        return done;
+    }
+    if (!reserve(buffer, 2)) {
+        return NO_MEMORY;
+    }
+    put_byte(buffer, KEY_VALUE_VALUE);
+    size_t start = begin(buffer, 1);
+    done = encode_value(buffer, value, 0);
+    if (done == ENCODED) {
+        done = finish(buffer, start, 1);
+    }
+    return done == ENCODED ? finish(buffer, attribute, 1) : done;
+}
+
+/* By name, of an object of the SDK's; an error means that it is odd. */
+static PyObject *
+attribute_of(PyObject *object, const char *name)
+{
+    PyObject *value = object == NULL ? NULL : PyObject_GetAttrString(object, name);
+    if (value == NULL) {
+        PyErr_Clear();
+    }
+    return value;
+}
+
+static int
+encode_status(Buffer *buffer, PyObject *status)
+{
+    if (!reserve(buffer, 2)) {
+        return NO_MEMORY;
+    }
+    put_byte(buffer, SPAN_STATUS);
+    size_t start = begin(buffer, 1);
+    if (status != NULL) {
+        PyObject *code = attribute_of(status, "status_code");
+        PyObject *number = attribute_of(code, "value");
+        PyObject *message = attribute_of(status, "description");
+        int done = ODD;
+        long value = number != NULL && PyLong_Check(number) ? PyLong_AsLong(number) : -1;
+        if (value >= 0 && value < 0x80 && message != NULL) {
+            done = ENCODED;
+            if (PyUnicode_CheckExact(message) && PyUnicode_GET_LENGTH(message) > 0) {
+                done = encode_text(buffer, STATUS_MESSAGE, message);
+            }
+            else if (message != Py_None) {
+                done = ODD;
+            }
+        }
+        Py_XDECREF(code);
+        Py_XDECREF(number);
+        Py_XDECREF(message);
+        if (done == ENCODED && value != 0) {
+            if (!reserve(buffer, 2)) {
+                return NO_MEMORY;
+            }
+            put_byte(buffer, STATUS_CODE);
+            put_byte(buffer, (int)value);
+        }
+        if (done != ENCODED) {
+            return done;
+        }
+    }
+    return finish(buffer, start, 1);
+}
+
+static int
+is_empty(PyObject *list)
+{
+    if (list == NULL) {
+        return 1;
+    }
+    Py_ssize_t size = PyObject_Size(list);
+    PyErr_Clear();
+    return size == 0;
+}
+
+/* Of events and links there are none, but some may have been dropped, if a limit is 0. */
+static int
+has_dropped(PyObject *list)
+{
+    PyObject *dropped = list == NULL ? NULL : attribute_of(list, "dropped");
+    int has = dropped != NULL && PyObject_IsTrue(dropped) != 0;
+    Py_XDECREF(dropped);
+    return has;
+}
+
+static int
+encode_span(Buffer *buffer, LfSpan *span)
+{
+    int kind = 0;
+    while (span->kind != NULL && kind < LF_KINDS && span->kind != lf_api.kinds[kind]) {
+        kind++;
+    }
+    if (span->replaced != NULL || kind == LF_KINDS || span->trace_state != NULL || !PyUnicode_CheckExact(span->name) ||
+        !is_empty(span->events) || !is_empty(span->links) || has_dropped(span->events) || has_dropped(span->links)) {
+        return ODD;
+    }
+    uint64_t dropped = 0;
+    if (span->bounded != NULL) {
+        lf_span_follow_bounded(span);
+        PyObject *count = attribute_of(span->bounded, "dropped");
+        long number = count != NULL && PyLong_CheckExact(count) ? PyLong_AsLong(count) : -1;
+        Py_XDECREF(count);
+        if (span->attributes == NULL || number < 0 || number > UINT32_MAX) {
+            PyErr_Clear();
+            return ODD;
+        }
+        dropped = (uint64_t)number;
+    }
+    if (!reserve(buffer, 96)) {
+        return NO_MEMORY;
+    }
+    put_byte(buffer, SCOPE_SPANS_SPAN);
+    size_t start = begin(buffer, 2);
+    put_byte(buffer, SPAN_TRACE_ID);
+    put_byte(buffer, 16);
+    put_big_endian(buffer, span->trace_high);
+    put_big_endian(buffer, span->trace_low);
+    put_byte(buffer, SPAN_ID);
+    put_byte(buffer, 8);
+    put_big_endian(buffer, span->id);
+    if (span->has_parent) {
+        put_byte(buffer, SPAN_PARENT_ID);
+        put_byte(buffer, 8);
+        put_big_endian(buffer, span->parent_id);
+    }
+    if (PyUnicode_GET_LENGTH(span->name) > 0) {
+        int done = encode_text(buffer, SPAN_NAME, span->name);
+        if (done != ENCODED) {
+            return done;
+        }
+    }
+    if (!reserve(buffer, 32)) {
+        return NO_MEMORY;
+    }
+    put_byte(buffer, SPAN_KIND);
+    put_byte(buffer, kind + 1);
+    if (span->start != 0) {
+        put_byte(buffer, SPAN_START);
+        put_fixed64(buffer, (uint64_t)span->start);
+    }
+    if (span->end != 0) {
+        put_byte(buffer, SPAN_END);
+        put_fixed64(buffer, (uint64_t)span->end);
+    }
+    if (span->attributes != NULL) {
+        PyObject *key, *value;
+        Py_ssize_t position = 0;
+        while (PyDict_Next(span->attributes, &position, &key, &value)) {
+            int done = encode_attribute(buffer, key, value);
+            if (done != ENCODED) {
+                return done;
+            }
+        }
+    }
+    if (dropped != 0) {
+        if (!reserve(buffer, 12)) {
+            return NO_MEMORY;
+        }
+        put_byte(buffer, SPAN_DROPPED_ATTRIBUTES);
+        put_varint(buffer, dropped);
+    }
+    int done = encode_status(buffer, span->status);
+    if (done != ENCODED) {
+        return done;
+    }
+    if (!reserve(buffer, 8)) {
+        return NO_MEMORY;
+    }
+    uint32_t flags = FLAGS_HAS_IS_REMOTE | (span->parent_is_remote ? FLAGS_IS_REMOTE : 0);
+    put_byte(buffer, SPAN_FLAGS);
+    put_byte(buffer, 0x01);
+    for (int shift = 0; shift < 32; shift += 8) {
+        put_byte(buffer, (int)(flags >> shift) & 0xff);
+    }
+    return finish(buffer, start, 2);
+}
+
+/* ---- the queue ---- */
+
+/* The spans of one tracer in a batch. */
+typedef struct {
+    LfPlan *plan;
+    Buffer buffer;
+} Run;
+
+/* What becomes one request. */
+typedef struct Batch {
+    struct Batch *next;
+    Py_ssize_t spans;
+    PyObject *odd; /* a list of spans for the stock encoder, or NULL */
+    int runs;
+    Run run[RUNS];
+} Batch;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *wake; /* called with a word when there is something to do */
+    Py_ssize_t max_spans;
+    size_t max_bytes;
+    Py_ssize_t batch_spans;
+    size_t batch_bytes;
+    Batch *oldest; /* the batches that are full; then the one that is being filled */
+    Batch *newest;
+    Py_ssize_t waiting;  /* spans */
+    size_t waiting_size; /* bytes */
+    unsigned long long accepted;
+    unsigned long long dropped;
+    int full;     /* a full batch has been announced, and none been taken since */
+    int told;     /* that spans are dropped */
+    int closed;
+} Sink;
+
+static size_t
+batch_size(const Batch *batch)
+{
+    size_t size = batch->odd == NULL ? 0 : (size_t)PyList_GET_SIZE(batch->odd) * ODD_SIZE;
+    for (int i = 0; i < batch->runs; i++) {
+        size += batch->run[i].buffer.length;
+    }
+    return size;
+}
+
+static void
+batch_free(Batch *batch)
+{
+    for (int i = 0; i < batch->runs; i++) {
+        PyMem_RawFree(batch->run[i].buffer.data);
+        Py_DECREF(batch->run[i].plan);
+    }
+    Py_XDECREF(batch->odd);
+    PyMem_RawFree(batch);
+}
+
+static Batch *
+new_batch(Sink *sink)
+{
+    Batch *batch = PyMem_RawCalloc(1, sizeof(Batch));
+    if (batch != NULL) {
+        if (sink->newest != NULL) {
+            sink->newest->next = batch;
+        }
+        else {
+            sink->oldest = batch;
+        }
+        sink->newest = batch;
+    }
+    return batch;
+}
+
+static int
+wake(Sink *sink, const char *word)
+{
+    PyObject *result = PyObject_CallFunction(sink->wake, "s", word);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+static Run *
+run_of(Batch *batch, LfPlan *plan)
+{
+    for (int i = 0; i < batch->runs; i++) {
+        if (batch->run[i].plan == plan) {
+            return &batch->run[i];
+        }
+    }
+    if (batch->runs == RUNS) {
+        return NULL;
+    }
+    Run *run = &batch->run[batch->runs++];
+    run->plan = (LfPlan *)Py_NewRef(plan);
+    return run;
+}
+
+static int
+drop(Sink *sink)
+{
+    sink->dropped++;
+    if (sink->told || sink->closed) {
+        return 0;
+    }
+    sink->told = 1;
+    return wake(sink, "dropped");
+}
+
+static int
+count_added(Sink *sink, Batch *batch, size_t size)
+{
+    int first = sink->waiting == 0;
+    batch->spans++;
+    sink->accepted++;
+    sink->waiting++;
+    sink->waiting_size += size;
+    if (LF_UNLIKELY(first) && wake(sink, "first") < 0) {
+        return -1;
+    }
+    if (LF_UNLIKELY(!sink->full && sink->waiting >= sink->batch_spans)) {
+        sink->full = 1;
+        return wake(sink, "full");
+    }
+    return 0;
+}
+
+/* What C does not encode waits as it is. */
+static int
+add_odd(Sink *sink, Batch *batch, PyObject *span)
+{
+    if (batch->odd == NULL) {
+        batch->odd = PyList_New(0);
+    }
+    if (batch->odd == NULL || PyList_Append(batch->odd, span) < 0) {
+        PyErr_Clear();
+        return drop(sink);
+    }
+    return count_added(sink, batch, ODD_SIZE);
+}
+
+static int
+is_full(const Sink *sink, const Batch *batch)
+{
+    return batch->spans >= sink->batch_spans || batch_size(batch) >= sink->batch_bytes;
+}
+
+int
+lf_sink_add(PyObject *self, PyObject *object)
+{
+    Sink *sink = (Sink *)self;
+    LfSpan *span = lf_is_span(object) ? (LfSpan *)object : NULL;
+    if (span != NULL && !(span->flags & LF_SAMPLED)) {
+        return 0;
+    }
+    if (LF_UNLIKELY(sink->closed || sink->waiting >= sink->max_spans || sink->waiting_size >= sink->max_bytes)) {
+        return drop(sink);
+    }
+    Batch *batch = sink->newest;
+    Run *run = NULL;
+    if (LF_LIKELY(batch != NULL && !is_full(sink, batch))) {
+        run = span == NULL ? NULL : run_of(batch, span->plan);
+    }
+    else {
+        batch = NULL;
+    }
+    if (batch == NULL || (run == NULL && span != NULL)) {
+        batch = new_batch(sink);
+        if (batch == NULL) {
+            return drop(sink);
+        }
+        run = span == NULL ? NULL : run_of(batch, span->plan);
+    }
+    if (run == NULL) {
+        return add_odd(sink, batch, object);
+    }
+    size_t before = run->buffer.length;
+    int done = encode_span(&run->buffer, span);
+    if (LF_UNLIKELY(done != ENCODED)) {
+        run->buffer.length = before;
+        return done == NO_MEMORY ? drop(sink) : add_odd(sink, batch, object);
+    }
+    return count_added(sink, batch, run->buffer.length - before);
+}
+
+/* Write what the batch has of one resource; with a NULL buffer only its length is found. */
+static size_t
+write_resource(const Batch *batch, int first, Buffer *buffer, size_t length)
+{
+    const LfPlan *of = batch->run[first].plan;
+    if (buffer != NULL) {
+        put_byte(buffer, REQUEST_RESOURCE_SPANS);
+        put_varint(buffer, length);
+        put_bytes(buffer, PyBytes_AS_STRING(of->resource_head), (size_t)PyBytes_GET_SIZE(of->resource_head));
+    }
+    length = (size_t)(PyBytes_GET_SIZE(of->resource_head) + PyBytes_GET_SIZE(of->resource_tail));
+    for (int i = first; i < batch->runs; i++) {
+        const LfPlan *plan = batch->run[i].plan;
+        const Buffer *spans = &batch->run[i].buffer;
+        if (plan->resource != of->resource || spans->length == 0) {
+            continue;
+        }
+        size_t head = (size_t)PyBytes_GET_SIZE(plan->scope_head), tail = (size_t)PyBytes_GET_SIZE(plan->scope_tail);
+        size_t whole = head + spans->length + tail;
+        length += 1 + varint_size(whole) + whole;
+        if (buffer != NULL) {
+            put_byte(buffer, RESOURCE_SPANS_SCOPE_SPANS);
+            put_varint(buffer, whole);
+            put_bytes(buffer, PyBytes_AS_STRING(plan->scope_head), head);
+            put_bytes(buffer, spans->data, spans->length);
+            put_bytes(buffer, PyBytes_AS_STRING(plan->scope_tail), tail);
+        }
+    }
+    if (buffer != NULL) {
+        put_bytes(buffer, PyBytes_AS_STRING(of->resource_tail), (size_t)PyBytes_GET_SIZE(of->resource_tail));
+    }
+    return length;
+}
+
+/* Whether the resource of that run is written by an earlier one. */
+static int
+is_written(const Batch *batch, int i)
+{
+    if (batch->run[i].buffer.length == 0) {
+        return 1;
+    }
+    for (int earlier = 0; earlier < i; earlier++) {
+        if (batch->run[earlier].buffer.length != 0 && batch->run[earlier].plan->resource == batch->run[i].plan->resource) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* The batch as an ExportTraceServiceRequest, without what is odd in it. */
+static PyObject *
+batch_request(const Batch *batch)
+{
+    size_t whole = 0;
+    for (int i = 0; i < batch->runs; i++) {
+        if (!is_written(batch, i)) {
+            size_t length = write_resource(batch, i, NULL, 0);
+            whole += 1 + varint_size(length) + length;
+        }
+    }
+    PyObject *request = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)whole);
+    if (request == NULL) {
+        return NULL;
+    }
+    Buffer buffer = {PyBytes_AS_STRING(request), 0, whole};
+    for (int i = 0; i < batch->runs; i++) {
+        if (!is_written(batch, i)) {
+            write_resource(batch, i, &buffer, write_resource(batch, i, NULL, 0));
+        }
+    }
+    return request;
+}
+
+/* take(everything): the oldest batch as (request, list of odd spans, number of spans), or None. */
+static PyObject *
+sink_take(PyObject *self, PyObject *everything)
+{
+    Sink *sink = (Sink *)self;
+    int all = PyObject_IsTrue(everything);
+    if (all < 0) {
+        return NULL;
+    }
+    Batch *batch = sink->oldest;
+    sink->full = 0;
+    if (batch == NULL || (!all && batch == sink->newest && !is_full(sink, batch))) {
+        Py_RETURN_NONE;
+    }
+    sink->oldest = batch->next;
+    if (sink->oldest == NULL) {
+        sink->newest = NULL;
+    }
+    sink->waiting -= batch->spans;
+    sink->waiting_size -= batch_size(batch);
+    PyObject *request = batch_request(batch);
+    PyObject *odd = batch->odd == NULL ? PyList_New(0) : Py_NewRef(batch->odd);
+    PyObject *result = request == NULL || odd == NULL ? NULL : Py_BuildValue("(OOn)", request, odd, batch->spans);
+    Py_XDECREF(request);
+    Py_XDECREF(odd);
+    if (result == NULL) {
+        sink->dropped += (unsigned long long)batch->spans;
+    }
+    batch_free(batch);
+    return result;
+}
+
+static void
+sink_empty(Sink *sink)
+{
+    while (sink->oldest != NULL) {
+        Batch *batch = sink->oldest;
+        sink->oldest = batch->next;
+        batch_free(batch);
+    }
+    sink->newest = NULL;
+    sink->waiting = 0;
+    sink->waiting_size = 0;
+    sink->full = 0;
+}
+
+/* In a child that was forked off, what waits is the parent's to send. */
+static PyObject *
+sink_forget(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    Sink *sink = (Sink *)self;
+    sink_empty(sink);
+    sink->accepted = sink->dropped = 0;
+    sink->told = 0;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+sink_close(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    ((Sink *)self)->closed = 1;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+sink_add(PyObject *self, PyObject *span)
+{
+    if (lf_sink_add(self, span) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* encode(span): a request with that one span, or None if it is for the stock encoder. */
+static PyObject *
+sink_encode(PyObject *Py_UNUSED(self), PyObject *span)
+{
+    if (!lf_is_span(span)) {
+        return PyErr_Format(PyExc_TypeError, "not a span of lensfast: %.100s", Py_TYPE(span)->tp_name);
+    }
+    Batch batch;
+    memset(&batch, 0, sizeof(batch));
+    Run *run = run_of(&batch, ((LfSpan *)span)->plan);
+    int done = encode_span(&run->buffer, (LfSpan *)span);
+    PyObject *request = done == ENCODED ? batch_request(&batch) : done == ODD ? Py_NewRef(Py_None) : PyErr_NoMemory();
+    PyMem_RawFree(run->buffer.data);
+    Py_DECREF(run->plan);
+    return request;
+}
+
+static PyObject *
+sink_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"wake", "max_spans", "max_bytes", "batch_spans", "batch_bytes", NULL};
+    PyObject *function;
+    Py_ssize_t max_spans, max_bytes, batch_spans, batch_bytes;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Onnnn", names, &function, &max_spans, &max_bytes, &batch_spans,
+                                     &batch_bytes)) {
+        return NULL;
+    }
+    Sink *sink = (Sink *)type->tp_alloc(type, 0);
+    if (sink == NULL) {
+        return NULL;
+    }
+    sink->wake = Py_NewRef(function);
+    sink->max_spans = max_spans;
+    sink->max_bytes = (size_t)max_bytes;
+    sink->batch_spans = batch_spans;
+    sink->batch_bytes = (size_t)batch_bytes;
+    return (PyObject *)sink;
+}
+
+static int
+sink_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    Sink *sink = (Sink *)self;
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(sink->wake);
+    for (Batch *batch = sink->oldest; batch != NULL; batch = batch->next) {
+        Py_VISIT(batch->odd);
+        for (int i = 0; i < batch->runs; i++) {
+            Py_VISIT(batch->run[i].plan);
+        }
+    }
+    return 0;
+}
+
+static int
+sink_clear(PyObject *self)
+{
+    Sink *sink = (Sink *)self;
+    sink->closed = 1;
+    sink_empty(sink);
+    Py_CLEAR(sink->wake);
+    return 0;
+}
+
+static void
+sink_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    sink_clear(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+#define COUNT(name, field)                                                                                            \
+    static PyObject *sink_##name(PyObject *self, void *Py_UNUSED(closure))                                            \
+    {                                                                                                                 \
+        return PyLong_FromUnsignedLongLong((unsigned long long)((Sink *)self)->field);                                \
+    }
+
+COUNT(accepted, accepted)
+COUNT(dropped, dropped)
+COUNT(waiting, waiting)
+COUNT(waiting_bytes, waiting_size)
+
+static PyMethodDef sink_methods[] = {
+    {"add", sink_add, METH_O, "add(span): take a sampled span in, or count it as dropped."},
+    {"take", sink_take, METH_O, "take(everything): (request, odd spans, number of spans) of the oldest batch, or None."},
+    {"forget", sink_forget, METH_NOARGS, "Empty the queue and begin to count again."},
+    {"close", sink_close, METH_NOARGS, "From now on, every span is dropped."},
+    {"encode", sink_encode, METH_O, "encode(span): a request with one span; None if C leaves it to the stock encoder."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef sink_getset[] = {
+    {"accepted", sink_accepted, NULL, "Spans that were taken in.", NULL},
+    {"dropped", sink_dropped, NULL, "Spans that were not: the queue was full or closed.", NULL},
+    {"waiting", sink_waiting, NULL, "Spans that have been taken in and not out.", NULL},
+    {"waiting_bytes", sink_waiting_bytes, NULL, "Their size (a span for the stock encoder counts as 4096).", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot sink_slots[] = {
+    {Py_tp_doc, "A bounded queue of encoded spans."},
+    {Py_tp_new, sink_new},
+    {Py_tp_traverse, sink_traverse},
+    {Py_tp_clear, sink_clear},
+    {Py_tp_dealloc, sink_dealloc},
+    {Py_tp_methods, sink_methods},
+    {Py_tp_getset, sink_getset},
+    {0, NULL},
+};
+
+static PyType_Spec sink_spec = {
+    .name = "lensfast._gate.Sink",
+    .basicsize = sizeof(Sink),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = sink_slots,
+};
+
+int
+lf_otlp_init(void)
+{
+    if (lf_sink_type == NULL) {
+        lf_sink_type = (PyTypeObject *)PyType_FromSpec(&sink_spec);
+    }
+    return lf_sink_type == NULL ? -1 : 0;
+}

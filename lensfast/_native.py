@@ -1,0 +1,265 @@
+"""Native spans: a TracerProvider whose spans are the SDK's to everyone who meets them, and mostly C.
+
+A span's class inherits from the SDK's. What is fast (its start and end, the ids, the attributes, the samplers of the
+SDK) is in csrc/span.c; for the rest it has the SDK's own methods, which find what they need under the SDK's private
+names. So what is odd (an attribute that needs cleaning, a limit that is reached, an event, a link, a status) is done by
+the SDK's code, in the way of the SDK that is installed.
+
+Those private names are why an SDK that is not known gets its own spans: see why_not().
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from types import SimpleNamespace
+from typing import Any
+
+from opentelemetry import context as context_api
+from opentelemetry import trace as trace_api
+from opentelemetry.attributes import BoundedAttributes
+from opentelemetry.context.contextvars_context import ContextVarsRuntimeContext
+from opentelemetry.sdk import trace as sdk
+from opentelemetry.sdk.trace import sampling
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.util import BoundedList
+from opentelemetry.sdk.version import __version__ as sdk_version
+from opentelemetry.trace import Status
+
+from ._backend import TRUE_WORDS, backend_reason, compiled
+from .helpers import _scoped_attributes
+from .sampling import RankAwareSampler
+
+logger = logging.getLogger("lensfast.providers")
+
+OLDEST_SDK = (1, 27)
+NEWEST_SDK = (1, 45)
+_ASK, _ON, _OFF, _RATIO = range(4)  # as in csrc/span.h
+_RANDOM_TRACE_ID = 2
+
+
+def why_not() -> str | None:
+    """Why spans can't be native in this process; None if they can."""
+    if compiled is None:
+        return backend_reason
+    if type(context_api._RUNTIME_CONTEXT) is not ContextVarsRuntimeContext:
+        return f"the context is kept by {type(context_api._RUNTIME_CONTEXT).__name__} (OTEL_PYTHON_CONTEXT)"
+    if os.environ.get("OTEL_PYTHON_SDK_INTERNAL_METRICS_ENABLED", "").strip().lower() in TRUE_WORDS:
+        return "OTEL_PYTHON_SDK_INTERNAL_METRICS_ENABLED is set"
+    try:
+        version = tuple(int(part) for part in sdk_version.split(".")[:2])
+    except ValueError:
+        version = ()
+    if not OLDEST_SDK <= version <= NEWEST_SDK:
+        return "opentelemetry-sdk {} is not one from {}.{} to {}.{}".format(sdk_version, *OLDEST_SDK, *NEWEST_SDK)
+    return None
+
+
+class _NoBase:
+    """Lets this module be imported, to no use, where there is no extension."""
+
+    __slots__ = ()
+
+
+_SpanBase: Any = _NoBase if compiled is None else compiled.SpanBase
+_TracerBase: Any = _NoBase if compiled is None else compiled.TracerBase
+
+
+class _Span(_SpanBase, sdk.Span):  # type: ignore[misc]
+    """A span whose start, end and attributes are in C. Made by a tracer only."""
+
+    __slots__ = ()
+
+
+class Tracer(_TracerBase, sdk.Tracer):  # type: ignore[misc]
+    """The SDK's tracer, with start_span in C."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        compiled.outdate_plans()
+
+    @classmethod
+    def like(cls, tracer: sdk.Tracer) -> Tracer:
+        """A tracer of the same provider, scope and settings."""
+        native: Tracer = cls.__new__(cls)
+        native.__dict__.update(tracer.__dict__)
+        return native
+
+    def _make_plan(self) -> Any:
+        """Called by start_span, first and after something has changed. None: the SDK's code is to start the spans."""
+        enabled = getattr(self, "_is_enabled", None)
+        if enabled is not None and not enabled():
+            return None
+        metrics = getattr(self, "_tracer_metrics", None)
+        if metrics is not None and type(metrics).__name__ != "NoOpTracerMetrics":
+            return None
+        return compiled.Plan(_plan(self))
+
+    def _start_sdk_span(self, *args: Any, **kwargs: Any) -> Any:
+        return sdk.Tracer.start_span(self, *args, **kwargs)
+
+
+class _Processors(sdk.SynchronousMultiSpanProcessor):
+    """Tells when a processor is added."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        compiled.outdate_plans()
+
+
+class TracerProvider(sdk.TracerProvider):
+    """The SDK's TracerProvider, with the same arguments, whose tracers make native spans."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if type(self._active_span_processor) is sdk.SynchronousMultiSpanProcessor:
+            given = self._active_span_processor
+            self._active_span_processor = _Processors()  # type: ignore[no-untyped-call]
+            for processor in given._span_processors:
+                self._active_span_processor.add_span_processor(processor)
+
+    def get_tracer(self, *args: Any, **kwargs: Any) -> trace_api.Tracer:
+        tracer = super().get_tracer(*args, **kwargs)
+        if type(tracer) is not sdk.Tracer:
+            return tracer  # it is one of ours already, or spans are disabled
+        native = Tracer.like(tracer)
+        kept = getattr(self, "_tracers", None)  # newer SDKs make one tracer for each scope
+        if kept is not None:
+            with self._tracers_lock:
+                if kept.get(tracer._instrumentation_scope) is tracer:
+                    kept[tracer._instrumentation_scope] = native
+                native = kept.get(tracer._instrumentation_scope, native)  # another thread may have been faster
+        return native
+
+
+def _plan(tracer: Tracer) -> SimpleNamespace:
+    """What compiled.Plan is made from."""
+    processors = tracer.span_processor
+    each: tuple[Any, ...] = (processors,)
+    if type(processors) is _Processors:
+        each = processors._span_processors
+    open_spans = next((processor.open_spans for processor in each if hasattr(processor, "open_spans")), None)
+    sinks = {id(processor): processor.sink for processor in each if hasattr(processor, "sink")}
+    limits = tracer._span_limits
+    random = getattr(tracer.id_generator, "is_trace_id_random", None)
+    marks_random = hasattr(IdGenerator, "is_trace_id_random")
+    resource_head, resource_tail, scope_head, scope_tail = b"", b"", b"", b""
+    if sinks:
+        from ._export import encoded_frame
+
+        resource_head, resource_tail, scope_head, scope_tail = encoded_frame(
+            tracer.resource, tracer._instrumentation_scope
+        )
+    return SimpleNamespace(
+        span_type=_Span,
+        sampler=tracer.sampler,
+        rules=_rules(tracer.sampler),
+        id_generator=tracer.id_generator,
+        own_ids=vars(type(tracer.id_generator)).get("drawn_in_c", False),
+        new_flags=_RANDOM_TRACE_ID if marks_random and random is not None and random() else 0,
+        inherited_flags=_RANDOM_TRACE_ID if marks_random else 0,
+        max_attributes=limits.max_span_attributes,
+        max_length=limits.max_span_attribute_length,
+        on_start=tuple(
+            processor
+            for processor in each
+            if _does(processor, "on_start") and not (open_spans is not None and hasattr(processor, "open_spans"))
+        ),
+        on_ending=tuple(processor for processor in each if _does(processor, "_on_ending")),
+        on_end=tuple(
+            sinks.get(id(processor), processor)
+            for processor in each
+            if _does(processor, "on_end") and not (open_spans is not None and hasattr(processor, "open_spans"))
+        ),
+        scoped=next((processor for processor in each if hasattr(processor, "only_scoped_attributes")), None),
+        scoped_variable=_scoped_attributes,
+        open_spans=open_spans,
+        resource=tracer.resource,
+        scope=tracer._instrumentation_scope,
+        info=tracer.instrumentation_info,
+        limits=limits,
+        processor=processors,
+        unset_status=_UNSET,
+        bounded_attributes=_bounded_attributes,
+        bounded_list=_bounded_list,
+        set_links=_set_links,
+        sdk_set_attribute=sdk.Span.set_attribute,
+        sdk_set_attributes=sdk.Span.set_attributes,
+        sdk_end=sdk.Span.end,
+        resource_head=resource_head,
+        resource_tail=resource_tail,
+        scope_head=scope_head,
+        scope_tail=scope_tail,
+    )
+
+
+_UNSET = Status()
+_IDLE = {
+    getattr(processor, method, None)
+    for processor in (sdk.SpanProcessor, BatchSpanProcessor, SimpleSpanProcessor)
+    for method in ("on_start", "_on_ending", "on_end")
+} - {BatchSpanProcessor.on_end, SimpleSpanProcessor.on_end}
+
+
+def _does(processor: Any, method: str) -> bool:
+    """Whether a processor's method has something to do. `_on_ending` is one that older SDKs do not call."""
+    if method == "_on_ending" and not hasattr(sdk.SpanProcessor, method):
+        return False
+    if method in getattr(processor, "__dict__", ()):
+        return True
+    function = getattr(type(processor), method, None)
+    return function is not None and function not in _IDLE and not getattr(function, "does_nothing", False)
+
+
+_ON_OR_OFF = {sampling.StaticSampler, sampling._AlwaysOn, sampling._AlwaysOff}
+_BY_PARENT = {
+    sampling.ParentBased,
+    sampling.ParentBasedTraceIdRatio,
+    sampling._ParentBasedAlwaysOn,
+    sampling._ParentBasedAlwaysOff,
+}
+
+
+def _rules(sampler: Any) -> list[tuple[int, int]]:
+    """What C does in place of asking the sampler: for a root, and below a remote or a local parent, sampled or not."""
+    if type(sampler) in _BY_PARENT:
+        return [
+            _rule(getattr(sampler, f"_{name}"))
+            for name in (
+                "root",
+                "remote_parent_sampled",
+                "remote_parent_not_sampled",
+                "local_parent_sampled",
+                "local_parent_not_sampled",
+            )
+        ]
+    return [_rule(sampler)] * 5
+
+
+def _rule(sampler: Any) -> tuple[int, int]:
+    if type(sampler) in _ON_OR_OFF and sampler._decision is not sampling.Decision.RECORD_ONLY:
+        return (_ON if sampler._decision is sampling.Decision.RECORD_AND_SAMPLE else _OFF), 0
+    if type(sampler) is RankAwareSampler:
+        return (_ON if sampler._sampled else _OFF), 0
+    if type(sampler) is sampling.TraceIdRatioBased:
+        return (_RATIO, sampler.bound) if sampler.bound < 2**64 else (_ON, 0)
+    return _ASK, 0
+
+
+def _bounded_attributes(limits: Any, attributes: dict[str, Any], immutable: bool) -> BoundedAttributes:
+    """A BoundedAttributes around a dict that has been kept to the limits."""
+    bounded = BoundedAttributes(
+        limits.max_span_attributes, None, immutable=False, max_value_len=limits.max_span_attribute_length
+    )
+    bounded._dict = attributes
+    bounded._immutable = immutable
+    return bounded
+
+
+def _bounded_list(limits: Any, limit: str) -> BoundedList[Any]:
+    return BoundedList(getattr(limits, limit))
+
+
+def _set_links(span: Any, links: Any) -> None:
+    span._links = sdk.Span._new_links(span, links)
