@@ -90,10 +90,17 @@ def run_code(code: str, backend: str, directory: Path, *arguments: str) -> subpr
     )
 
 
-@pytest.fixture(params=BACKENDS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every test of lensfast runs on both backends; what collects spans also with native ones, besides the SDK's."""
+    if "lensfast" in metafunc.fixturenames:
+        native = ("native",) if "exporter" in metafunc.fixturenames else ()
+        metafunc.parametrize("lensfast", [*BACKENDS, *native], indirect=True)
+
+
+@pytest.fixture
 def lensfast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The package on one backend, with nothing enabled, nothing registered and no provider."""
-    modules = load_backend(request.param)
+    modules = load_backend("c" if request.param == "native" else request.param)
     for name in list(os.environ):
         if name.startswith(("OTEL_", "NEMO_LENS_", "MEGATRON_OTEL_", "SLURM_", "LENSFAST_", "TORCHELASTIC_")):
             monkeypatch.delenv(name)
@@ -110,10 +117,13 @@ def lensfast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def exporter(lensfast: ModuleType) -> InMemorySpanExporter:
-    """Collects the spans of a fresh global SDK provider."""
+def exporter(request: pytest.FixtureRequest, lensfast: ModuleType) -> InMemorySpanExporter:
+    """Collects the spans of a fresh global provider: the SDK's, or that of native spans."""
     memory = InMemorySpanExporter()
-    provider = TracerProvider(shutdown_on_exit=False)
+    native = request.node.callspec.params["lensfast"] == "native"
+    if native and (reason := lensfast._native.why_not()):
+        pytest.skip(f"no native spans: {reason}")
+    provider = (lensfast._native.TracerProvider if native else TracerProvider)(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(memory))
     trace.set_tracer_provider(provider)
     return memory
