@@ -23,6 +23,9 @@ DISABLED = {
     "if handle": "if handle: pass",
 }
 
+ENABLED = "with managed_span('layer', 'megatron.layer.mlp', iteration=n, loss=1.5): pass"
+SDK_ENABLED = "with tracer.start_as_current_span('megatron.layer.mlp', attributes={'iteration': n, 'loss': 1.5}): pass"
+
 # One training step of a rank with 96 layers and 64 microbatches: the sites entered, all of them disabled.
 LAYERS, MICROBATCHES = 96, 64
 STEP = """
@@ -88,14 +91,14 @@ def loop(statement: str, namespace: dict[str, Any]) -> Loop:
     """A function of its own, with bytecode the interpreter has specialised for nobody else."""
     # repeat() rather than range(): it makes no int objects, so less is subtracted.
     source = f"def run(times):\n    n = 7\n    for _ in repeat(None, times):\n        {statement}\n"
-    return _function(source, {"repeat": repeat, **namespace})
+    return function(source, {"repeat": repeat, **namespace})
 
 
 def step(sites: dict[str, str], namespace: dict[str, Any]) -> Loop:
-    return _function(STEP.format(**sites), namespace)
+    return function(STEP.format(**sites), namespace)
 
 
-def _function(source: str, namespace: dict[str, Any]) -> Loop:
+def function(source: str, namespace: dict[str, Any]) -> Loop:
     scope = dict(namespace)
     exec(source, scope)
     run: Loop = scope["run"]

@@ -1,4 +1,4 @@
-"""Ratios of disabled and enabled sites, each measured beside its reference in one process.
+"""Ratios of disabled sites, and of enabled ones with the SDK's spans, each measured beside its reference in one process.
 
 pytest-benchmark times the site; in the set-up of each round the reference, and the loop without a site, are timed as
 well. All three are best-of-many, and the loop is subtracted. bench/table.py prints what this records.
@@ -7,29 +7,27 @@ well. All three are best-of-many, and the loop is subtracted. bench/table.py pri
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import measuring
 import pytest
 import sites
+from measuring import ROUNDS, measure
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from conftest import BACKENDS, load_backend
 
-ROUNDS = int(os.environ.get("LENSFAST_BENCH_ROUNDS", "200"))
-
 NO_SLOWER = 0.9  # the same bytecode in both: the ratio is 1 but for noise, which reached a tenth in single runs
 WITH_NOOP = "with on the no-op object, over with on the floor object"
 MANY_GROUPS = "eight managed_span sites with 1,000 groups, over the same with 8"
 HANDLE = "if handle, over is_span_group_enabled of nemo-lens"
-ENABLED_OVER = "enabled, two attributes, over "
+ENABLED_OVER = "enabled, spans of the SDK, two attributes, over "
 
 # The least ratio (reference / site) of each row, on the C and on the Python backend.
 TARGETS = {
@@ -50,48 +48,8 @@ def nemo_lens() -> ModuleType:
     return pytest.importorskip("nemo.lens", reason="nemo-lens is not installed (it needs Python 3.13)")
 
 
-def passes(run: sites.Loop) -> int:
-    """How many passes take about 2 ms: enough that what the caches lost to the other loops does not count."""
-    times = 100
-    while times * sites.nanoseconds(run, times) < 2e6:
-        times *= 2
-    return times
-
-
-def measure(
-    benchmark: Any,
-    site: sites.Loop,
-    reference: sites.Loop,
-    empty: sites.Loop,
-    times: int | None = None,
-    rounds: int = ROUNDS,
-    between: Callable[[], object] = lambda: None,
-) -> dict[str, float]:
-    """ns per pass of the site and of the reference, both without the empty loop; best of many, interleaved."""
-    references: list[float] = []
-    empties: list[float] = []
-    site_times, reference_times, empty_times = (times or passes(run) for run in (site, reference, empty))
-
-    def beside_then_args() -> tuple[tuple[int], dict[str, Any]]:
-        between()
-        references.append(sites.nanoseconds(reference, reference_times))
-        between()
-        empties.append(sites.nanoseconds(empty, empty_times))
-        return (site_times,), {}
-
-    benchmark.pedantic(site, setup=beside_then_args, rounds=rounds)
-    own = benchmark.stats.stats.min * 1e9 / site_times
-    return {"site_ns": own - min(empties), "reference_ns": min(references) - min(empties)}
-
-
 def record(benchmark: Any, row: str, backend: str, measured: dict[str, float]) -> None:
-    benchmark.extra_info.update(
-        row=row,
-        backend=backend,
-        ratio=measured["reference_ns"] / measured["site_ns"],
-        at_least=TARGETS.get(row, {}).get(backend),
-        **measured,
-    )
+    measuring.record(benchmark, row, backend, measured, TARGETS.get(row, {}).get(backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -202,10 +160,6 @@ def provider() -> TracerProvider:
     return provider
 
 
-ENABLED = "with managed_span('layer', 'megatron.layer.mlp', iteration=n, loss=1.5): pass"
-SDK_ENABLED = "with tracer.start_as_current_span('megatron.layer.mlp', attributes={'iteration': n, 'loss': 1.5}): pass"
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("against", ["nemo-lens", "opentelemetry-sdk"])
 def test_enabled_site(
@@ -216,17 +170,17 @@ def test_enabled_site(
     if against == "nemo-lens":
         nemo_lens = request.getfixturevalue("nemo_lens")
         nemo_lens.set_enabled_span_groups(frozenset({"layer"}))
-        reference = sites.loop(ENABLED, sites.names(nemo_lens))
+        reference = sites.loop(sites.ENABLED, sites.names(nemo_lens))
     else:
-        reference = sites.loop(SDK_ENABLED, {"tracer": trace.get_tracer("bench")})
+        reference = sites.loop(sites.SDK_ENABLED, {"tracer": trace.get_tracer("bench")})
     measured = measure(
         benchmark,
-        sites.loop(ENABLED, sites.names(package)),
+        sites.loop(sites.ENABLED, sites.names(package)),
         reference,
         sites.loop("pass", {}),
         times=400,
         rounds=ROUNDS // 2,
-        between=provider.force_flush,  # so that no export runs while a span is timed
+        ready=lambda which: provider.force_flush(),  # so that no export runs while a span is timed
     )
     record(benchmark, ENABLED_OVER + against, backend, measured)
 

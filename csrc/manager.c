@@ -130,9 +130,13 @@ current_tracer(PyObject *scope)
             for (i = 0; i < TRACERS - 1 && tracers[i].scope != NULL; i++) {
             }
         }
-        Py_XSETREF(tracers[i].scope, Py_NewRef(scope));
-        Py_XSETREF(tracers[i].provider, Py_NewRef(provider));
-        Py_XSETREF(tracers[i].tracer, Py_NewRef(tracer));
+        PyObject *const old[] = {tracers[i].scope, tracers[i].provider, tracers[i].tracer};
+        tracers[i].scope = Py_NewRef(scope);
+        tracers[i].provider = Py_NewRef(provider);
+        tracers[i].tracer = Py_NewRef(tracer);
+        for (int j = 0; j < 3; j++) {
+            Py_XDECREF(old[j]); /* at last: a finaliser may ask for a tracer */
+        }
     }
     return tracer;
 }
@@ -512,9 +516,24 @@ manager_attributes(PyObject *self, void *Py_UNUSED(closure))
     return attribute_mapping((Manager *)self);
 }
 
+/* Managers live as long as their block, so a few are made again and again. */
+#if defined(Py_GIL_DISABLED)
+enum { MOST_SPARE = 0 };
+#else
+enum { MOST_SPARE = 32 };
+#endif
+static Manager *spare[MOST_SPARE + 1];
+static int spares = 0;
+
 static Manager *
 manager_alloc(PyTypeObject *type)
 {
+    if (LF_LIKELY(spares > 0)) {
+        Manager *self = spare[--spares];
+        PyObject_Init((PyObject *)self, type);
+        PyObject_GC_Track(self);
+        return self;
+    }
     return (Manager *)type->tp_alloc(type, 0);
 }
 
@@ -574,6 +593,7 @@ lf_manager_new(PyObject *group, PyObject *name, PyObject *tracer, PyObject *cons
     self->scope = Py_NewRef(helpers_scope);
     self->group = Py_NewRef(group);
     self->record_exception = 1;
+    self->names_exception_type = 0; /* this may be a spare one */
     self->attributes = mapping;
     if (mapping == NULL && count > 0) {
         self->kwnames = Py_NewRef(kwnames);
@@ -616,24 +636,22 @@ manager_clear(PyObject *object)
     Py_CLEAR(self->tracer);
     Py_CLEAR(self->kind);
     Py_CLEAR(self->attributes);
-    Py_CLEAR(self->kwnames);
-    for (int i = 0; i < INLINE; i++) {
+    Py_ssize_t inlined = self->kwnames == NULL ? 0 : PyTuple_GET_SIZE(self->kwnames);
+    for (Py_ssize_t i = 0; i < inlined; i++) {
         Py_CLEAR(self->values[i]);
     }
-    self->is_entered = 0;
-    for (;;) {
+    Py_CLEAR(self->kwnames);
+    while (LF_UNLIKELY(self->is_entered)) {
         Entered entered = self->entered;
         memset(&self->entered, 0, sizeof(Entered));
-        if (entered.before != NULL) {
+        self->is_entered = entered.before != NULL;
+        if (self->is_entered) {
             self->entered = *entered.before;
             PyMem_Free(entered.before);
         }
-        int more = entered.before != NULL;
         clear_entered(&entered);
-        if (!more) {
-            return 0;
-        }
     }
+    return 0;
 }
 
 static void
@@ -645,7 +663,12 @@ manager_dealloc(PyObject *object)
     Py_CLEAR(((Manager *)object)->name);
     Py_CLEAR(((Manager *)object)->scope);
     Py_CLEAR(((Manager *)object)->group);
-    type->tp_free(object);
+    if (spares < MOST_SPARE) {
+        spare[spares++] = (Manager *)object; /* all of it is cleared */
+    }
+    else {
+        type->tp_free(object);
+    }
     Py_DECREF(type);
 }
 

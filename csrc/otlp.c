@@ -96,17 +96,23 @@ put_bytes(Buffer *buffer, const char *data, size_t length)
 static void
 put_big_endian(Buffer *buffer, uint64_t value)
 {
-    for (int shift = 56; shift >= 0; shift -= 8) {
-        put_byte(buffer, (int)(value >> shift) & 0xff);
-    }
+    unsigned char bytes[8] = {
+        (unsigned char)(value >> 56), (unsigned char)(value >> 48), (unsigned char)(value >> 40),
+        (unsigned char)(value >> 32), (unsigned char)(value >> 24), (unsigned char)(value >> 16),
+        (unsigned char)(value >> 8),  (unsigned char)value,
+    }; /* compilers make one instruction of it */
+    put_bytes(buffer, (const char *)bytes, sizeof(bytes));
 }
 
 static void
 put_fixed64(Buffer *buffer, uint64_t value)
 {
-    for (int shift = 0; shift < 64; shift += 8) {
-        put_byte(buffer, (int)(value >> shift) & 0xff);
-    }
+    unsigned char bytes[8] = {
+        (unsigned char)value,         (unsigned char)(value >> 8),  (unsigned char)(value >> 16),
+        (unsigned char)(value >> 24), (unsigned char)(value >> 32), (unsigned char)(value >> 40),
+        (unsigned char)(value >> 48), (unsigned char)(value >> 56),
+    };
+    put_bytes(buffer, (const char *)bytes, sizeof(bytes));
 }
 
 static size_t
@@ -238,18 +244,86 @@ encode_value(Buffer *buffer, PyObject *value, int depth)
     return finish(buffer, array, 1);
 }
 
+/* The commonest: a short ASCII key, and a value whose size is known before it is written. */
+static int
+encode_simple_attribute(Buffer *buffer, PyObject *key, PyObject *value)
+{
+    if (!PyUnicode_CheckExact(key) || !PyUnicode_IS_COMPACT_ASCII(key)) {
+        return ODD;
+    }
+    size_t key_length = (size_t)PyUnicode_GET_LENGTH(key), size;
+    uint64_t number = 0;
+    if (PyUnicode_CheckExact(value)) {
+        if (!PyUnicode_IS_COMPACT_ASCII(value)) {
+            return ODD;
+        }
+        size = (size_t)PyUnicode_GET_LENGTH(value) + 2;
+    }
+    else if (PyLong_CheckExact(value)) {
+        int overflow;
+        number = (uint64_t)PyLong_AsLongLongAndOverflow(value, &overflow);
+        if (overflow != 0) {
+            return ODD;
+        }
+        size = 1 + varint_size(number);
+    }
+    else if (PyFloat_CheckExact(value)) {
+        size = 9;
+    }
+    else if (PyBool_Check(value)) {
+        size = 2;
+    }
+    else {
+        return ODD;
+    }
+    if (key_length + size + 4 >= 0x80) { /* so that each length is one byte */
+        return ODD;
+    }
+    if (!reserve(buffer, key_length + size + 6)) {
+        return NO_MEMORY;
+    }
+    put_byte(buffer, SPAN_ATTRIBUTE);
+    put_byte(buffer, (int)(key_length + size + 4));
+    put_byte(buffer, KEY_VALUE_KEY);
+    put_byte(buffer, (int)key_length);
+    put_bytes(buffer, (const char *)PyUnicode_1BYTE_DATA(key), key_length);
+    put_byte(buffer, KEY_VALUE_VALUE);
+    put_byte(buffer, (int)size);
+    if (PyUnicode_CheckExact(value)) {
+        put_byte(buffer, VALUE_STRING);
+        put_byte(buffer, (int)(size - 2));
+        put_bytes(buffer, (const char *)PyUnicode_1BYTE_DATA(value), size - 2);
+    }
+    else if (PyLong_CheckExact(value)) {
+        put_byte(buffer, VALUE_INT);
+        put_varint(buffer, number);
+    }
+    else if (PyBool_Check(value)) {
+        put_byte(buffer, VALUE_BOOL);
+        put_byte(buffer, value == Py_True);
+    }
+    else {
+        double real = PyFloat_AS_DOUBLE(value);
+        memcpy(&number, &real, sizeof(number));
+        put_byte(buffer, VALUE_DOUBLE);
+        put_fixed64(buffer, number);
+    }
+    return ENCODED;
+}
+
 static int
 encode_attribute(Buffer *buffer, PyObject *key, PyObject *value)
 {
-    if (!PyUnicode_CheckExact(key)) {
-        return ODD;
+    int done = encode_simple_attribute(buffer, key, value);
+    if (LF_LIKELY(done != ODD) || !PyUnicode_CheckExact(key)) {
+        return done;
     }
     if (!reserve(buffer, 2)) {
         return NO_MEMORY;
     }
     put_byte(buffer, SPAN_ATTRIBUTE);
     size_t attribute = begin(buffer, 1);
-    int done = encode_text(buffer, KEY_VALUE_KEY, key);
+    done = encode_text(buffer, KEY_VALUE_KEY, key);
     if (done != ENCODED) {
         return done;
     }
@@ -276,44 +350,32 @@ attribute_of(PyObject *object, const char *name)
     return value;
 }
 
+/* What has to be asked of Python objects, before the first byte is written: meanwhile another thread may run. */
+typedef struct {
+    int kind;
+    uint64_t dropped;   /* attributes */
+    int status;         /* its code */
+    PyObject *message;  /* of the status: an exact str, owned; or NULL */
+} Facts;
+
 static int
-encode_status(Buffer *buffer, PyObject *status)
+ask_status(Facts *facts, PyObject *status)
 {
-    if (!reserve(buffer, 2)) {
-        return NO_MEMORY;
+    PyObject *code = attribute_of(status, "status_code");
+    PyObject *number = attribute_of(code, "value");
+    PyObject *message = attribute_of(status, "description");
+    long value = number != NULL && PyLong_CheckExact(number) ? PyLong_AsLong(number) : -1;
+    int done = ODD;
+    if (value >= 0 && value < 0x80 && message != NULL && (message == Py_None || PyUnicode_CheckExact(message))) {
+        done = ENCODED;
+        facts->status = (int)value;
+        facts->message = message == Py_None || PyUnicode_GET_LENGTH(message) == 0 ? NULL : Py_NewRef(message);
     }
-    put_byte(buffer, SPAN_STATUS);
-    size_t start = begin(buffer, 1);
-    if (status != NULL) {
-        PyObject *code = attribute_of(status, "status_code");
-        PyObject *number = attribute_of(code, "value");
-        PyObject *message = attribute_of(status, "description");
-        int done = ODD;
-        long value = number != NULL && PyLong_Check(number) ? PyLong_AsLong(number) : -1;
-        if (value >= 0 && value < 0x80 && message != NULL) {
-            done = ENCODED;
-            if (PyUnicode_CheckExact(message) && PyUnicode_GET_LENGTH(message) > 0) {
-                done = encode_text(buffer, STATUS_MESSAGE, message);
-            }
-            else if (message != Py_None) {
-                done = ODD;
-            }
-        }
-        Py_XDECREF(code);
-        Py_XDECREF(number);
-        Py_XDECREF(message);
-        if (done == ENCODED && value != 0) {
-            if (!reserve(buffer, 2)) {
-                return NO_MEMORY;
-            }
-            put_byte(buffer, STATUS_CODE);
-            put_byte(buffer, (int)value);
-        }
-        if (done != ENCODED) {
-            return done;
-        }
-    }
-    return finish(buffer, start, 1);
+    PyErr_Clear();
+    Py_XDECREF(code);
+    Py_XDECREF(number);
+    Py_XDECREF(message);
+    return done;
 }
 
 static int
@@ -323,43 +385,68 @@ is_empty(PyObject *list)
         return 1;
     }
     Py_ssize_t size = PyObject_Size(list);
-    PyErr_Clear();
-    return size == 0;
-}
-
-/* Of events and links there are none, but some may have been dropped, if a limit is 0. */
-static int
-has_dropped(PyObject *list)
-{
-    PyObject *dropped = list == NULL ? NULL : attribute_of(list, "dropped");
-    int has = dropped != NULL && PyObject_IsTrue(dropped) != 0;
+    /* Of none there are, some may have been dropped: the limit may be 0. */
+    PyObject *dropped = size == 0 ? attribute_of(list, "dropped") : NULL;
+    int is = dropped != NULL && PyObject_IsTrue(dropped) == 0;
     Py_XDECREF(dropped);
-    return has;
+    PyErr_Clear();
+    return is;
 }
 
+/* ENCODED if C can encode the span; facts->message is then the caller's. */
 static int
-encode_span(Buffer *buffer, LfSpan *span)
+ask(Facts *facts, LfSpan *span)
 {
-    int kind = 0;
-    while (span->kind != NULL && kind < LF_KINDS && span->kind != lf_api.kinds[kind]) {
-        kind++;
+    memset(facts, 0, sizeof(*facts));
+    while (span->kind != NULL && facts->kind < LF_KINDS && span->kind != lf_api.kinds[facts->kind]) {
+        facts->kind++;
     }
-    if (span->replaced != NULL || kind == LF_KINDS || span->trace_state != NULL || !PyUnicode_CheckExact(span->name) ||
-        !is_empty(span->events) || !is_empty(span->links) || has_dropped(span->events) || has_dropped(span->links)) {
+    if (span->replaced != NULL || facts->kind == LF_KINDS || span->trace_state != NULL ||
+        !PyUnicode_CheckExact(span->name) || !is_empty(span->events) || !is_empty(span->links)) {
         return ODD;
     }
-    uint64_t dropped = 0;
     if (span->bounded != NULL) {
-        lf_span_follow_bounded(span);
         PyObject *count = attribute_of(span->bounded, "dropped");
         long number = count != NULL && PyLong_CheckExact(count) ? PyLong_AsLong(count) : -1;
         Py_XDECREF(count);
+        PyErr_Clear();
+        lf_span_follow_bounded(span);
         if (span->attributes == NULL || number < 0 || number > UINT32_MAX) {
-            PyErr_Clear();
             return ODD;
         }
-        dropped = (uint64_t)number;
+        facts->dropped = (uint64_t)number;
     }
+    return span->status == NULL ? ENCODED : ask_status(facts, span->status);
+}
+
+static int
+encode_status(Buffer *buffer, const Facts *facts)
+{
+    if (!reserve(buffer, 2)) {
+        return NO_MEMORY;
+    }
+    put_byte(buffer, SPAN_STATUS);
+    size_t start = begin(buffer, 1);
+    if (facts->message != NULL) {
+        int done = encode_text(buffer, STATUS_MESSAGE, facts->message);
+        if (done != ENCODED) {
+            return done;
+        }
+    }
+    if (facts->status != 0) {
+        if (!reserve(buffer, 2)) {
+            return NO_MEMORY;
+        }
+        put_byte(buffer, STATUS_CODE);
+        put_byte(buffer, facts->status);
+    }
+    return finish(buffer, start, 1);
+}
+
+/* Runs no Python code, and so without an interruption. */
+static int
+encode_span(Buffer *buffer, const LfSpan *span, const Facts *facts)
+{
     if (!reserve(buffer, 96)) {
         return NO_MEMORY;
     }
@@ -387,7 +474,7 @@ encode_span(Buffer *buffer, LfSpan *span)
         return NO_MEMORY;
     }
     put_byte(buffer, SPAN_KIND);
-    put_byte(buffer, kind + 1);
+    put_byte(buffer, facts->kind + 1);
     if (span->start != 0) {
         put_byte(buffer, SPAN_START);
         put_fixed64(buffer, (uint64_t)span->start);
@@ -406,14 +493,14 @@ encode_span(Buffer *buffer, LfSpan *span)
             }
         }
     }
-    if (dropped != 0) {
+    if (facts->dropped != 0) {
         if (!reserve(buffer, 12)) {
             return NO_MEMORY;
         }
         put_byte(buffer, SPAN_DROPPED_ATTRIBUTES);
-        put_varint(buffer, dropped);
+        put_varint(buffer, facts->dropped);
     }
-    int done = encode_status(buffer, span->status);
+    int done = encode_status(buffer, facts);
     if (done != ENCODED) {
         return done;
     }
@@ -441,7 +528,7 @@ typedef struct {
 typedef struct Batch {
     struct Batch *next;
     Py_ssize_t spans;
-    PyObject *odd; /* a list of spans for the stock encoder, or NULL */
+    PyObject *odd; /* a list: the spans for the stock encoder */
     int runs;
     Run run[RUNS];
 } Batch;
@@ -467,7 +554,7 @@ typedef struct {
 static size_t
 batch_size(const Batch *batch)
 {
-    size_t size = batch->odd == NULL ? 0 : (size_t)PyList_GET_SIZE(batch->odd) * ODD_SIZE;
+    size_t size = (size_t)PyList_GET_SIZE(batch->odd) * ODD_SIZE;
     for (int i = 0; i < batch->runs; i++) {
         size += batch->run[i].buffer.length;
     }
@@ -481,23 +568,29 @@ batch_free(Batch *batch)
         PyMem_RawFree(batch->run[i].buffer.data);
         Py_DECREF(batch->run[i].plan);
     }
-    Py_XDECREF(batch->odd);
+    Py_DECREF(batch->odd);
     PyMem_RawFree(batch);
 }
 
+/* A new batch at the end of the queue; NULL, without an exception, if there is no memory. */
 static Batch *
 new_batch(Sink *sink)
 {
-    Batch *batch = PyMem_RawCalloc(1, sizeof(Batch));
-    if (batch != NULL) {
-        if (sink->newest != NULL) {
-            sink->newest->next = batch;
-        }
-        else {
-            sink->oldest = batch;
-        }
-        sink->newest = batch;
+    PyObject *odd = PyList_New(0); /* first: it may collect garbage, whose finalisers end spans */
+    Batch *batch = odd == NULL ? NULL : PyMem_RawCalloc(1, sizeof(Batch));
+    if (batch == NULL) {
+        Py_XDECREF(odd);
+        PyErr_Clear();
+        return NULL;
     }
+    batch->odd = odd;
+    if (sink->newest != NULL) {
+        sink->newest->next = batch;
+    }
+    else {
+        sink->oldest = batch;
+    }
+    sink->newest = batch;
     return batch;
 }
 
@@ -558,10 +651,7 @@ count_added(Sink *sink, Batch *batch, size_t size)
 static int
 add_odd(Sink *sink, Batch *batch, PyObject *span)
 {
-    if (batch->odd == NULL) {
-        batch->odd = PyList_New(0);
-    }
-    if (batch->odd == NULL || PyList_Append(batch->odd, span) < 0) {
+    if (PyList_Append(batch->odd, span) < 0) {
         PyErr_Clear();
         return drop(sink);
     }
@@ -579,37 +669,44 @@ lf_sink_add(PyObject *self, PyObject *object)
 {
     Sink *sink = (Sink *)self;
     LfSpan *span = lf_is_span(object) ? (LfSpan *)object : NULL;
+    Facts facts;
     if (span != NULL && !(span->flags & LF_SAMPLED)) {
         return 0;
     }
+    int done = span == NULL ? ODD : ask(&facts, span);
     if (LF_UNLIKELY(sink->closed || sink->waiting >= sink->max_spans || sink->waiting_size >= sink->max_bytes)) {
-        return drop(sink);
+        done = NO_MEMORY;
     }
     Batch *batch = sink->newest;
     Run *run = NULL;
-    if (LF_LIKELY(batch != NULL && !is_full(sink, batch))) {
-        run = span == NULL ? NULL : run_of(batch, span->plan);
-    }
-    else {
+    if (LF_UNLIKELY(done == NO_MEMORY)) {
         batch = NULL;
     }
-    if (batch == NULL || (run == NULL && span != NULL)) {
+    else if (batch == NULL || is_full(sink, batch) || (done == ENCODED && (run = run_of(batch, span->plan)) == NULL)) {
         batch = new_batch(sink);
-        if (batch == NULL) {
-            return drop(sink);
+        run = batch == NULL || done == ODD ? NULL : run_of(batch, span->plan);
+    }
+    if (LF_UNLIKELY(batch == NULL)) {
+        done = NO_MEMORY;
+    }
+    size_t before = run == NULL ? 0 : run->buffer.length;
+    if (LF_LIKELY(done == ENCODED)) {
+        done = encode_span(&run->buffer, span, &facts);
+        if (LF_UNLIKELY(done != ENCODED)) {
+            run->buffer.length = before;
         }
-        run = span == NULL ? NULL : run_of(batch, span->plan);
     }
-    if (run == NULL) {
+    if (span != NULL) {
+        Py_XDECREF(facts.message);
+    }
+    switch (done) {
+    case ENCODED:
+        return count_added(sink, batch, run->buffer.length - before);
+    case ODD:
         return add_odd(sink, batch, object);
+    default:
+        return drop(sink);
     }
-    size_t before = run->buffer.length;
-    int done = encode_span(&run->buffer, span);
-    if (LF_UNLIKELY(done != ENCODED)) {
-        run->buffer.length = before;
-        return done == NO_MEMORY ? drop(sink) : add_odd(sink, batch, object);
-    }
-    return count_added(sink, batch, run->buffer.length - before);
 }
 
 /* Write what the batch has of one resource; with a NULL buffer only its length is found. */
@@ -706,10 +803,8 @@ sink_take(PyObject *self, PyObject *everything)
     sink->waiting -= batch->spans;
     sink->waiting_size -= batch_size(batch);
     PyObject *request = batch_request(batch);
-    PyObject *odd = batch->odd == NULL ? PyList_New(0) : Py_NewRef(batch->odd);
-    PyObject *result = request == NULL || odd == NULL ? NULL : Py_BuildValue("(OOn)", request, odd, batch->spans);
+    PyObject *result = request == NULL ? NULL : Py_BuildValue("(OOn)", request, batch->odd, batch->spans);
     Py_XDECREF(request);
-    Py_XDECREF(odd);
     if (result == NULL) {
         sink->dropped += (unsigned long long)batch->spans;
     }
@@ -765,11 +860,16 @@ sink_encode(PyObject *Py_UNUSED(self), PyObject *span)
     if (!lf_is_span(span)) {
         return PyErr_Format(PyExc_TypeError, "not a span of lensfast: %.100s", Py_TYPE(span)->tp_name);
     }
+    Facts facts;
+    int done = ask(&facts, (LfSpan *)span);
     Batch batch;
     memset(&batch, 0, sizeof(batch));
     Run *run = run_of(&batch, ((LfSpan *)span)->plan);
-    int done = encode_span(&run->buffer, (LfSpan *)span);
+    if (done == ENCODED) {
+        done = encode_span(&run->buffer, (LfSpan *)span, &facts);
+    }
     PyObject *request = done == ENCODED ? batch_request(&batch) : done == ODD ? Py_NewRef(Py_None) : PyErr_NoMemory();
+    Py_XDECREF(facts.message);
     PyMem_RawFree(run->buffer.data);
     Py_DECREF(run->plan);
     return request;

@@ -1105,13 +1105,15 @@ lf_context_with(PyObject *outer, PyObject *span)
         return NULL;
     }
     Py_ssize_t others = PyDict_GET_SIZE(outer);
-    if (others > 1 || (others == 1 && PyDict_Contains(outer, lf_api.span_key) == 0)) {
-        if (PyDict_Update(context, outer) < 0) {
-            Py_DECREF(context);
-            return NULL;
-        }
+    int failed = 0;
+    if (LF_UNLIKELY(others > 1)) {
+        failed = PyDict_Update(context, outer) < 0;
     }
-    if (PyErr_Occurred() || PyDict_SetItem(context, lf_api.span_key, span) < 0) {
+    else if (others == 1) {
+        int replaces = PyDict_Contains(outer, lf_api.span_key);
+        failed = replaces < 0 || (replaces == 0 && PyDict_Update(context, outer) < 0);
+    }
+    if (failed || PyDict_SetItem(context, lf_api.span_key, span) < 0) {
         Py_DECREF(context);
         return NULL;
     }
@@ -1162,14 +1164,14 @@ parent_from_context(Parent *parent, PyObject *context)
 }
 
 static int
-find_parent(Parent *parent, PyObject *context)
+find_parent(Parent *parent, PyObject *context, PyTypeObject *ours_type)
 {
     memset(parent, 0, sizeof(*parent));
     PyObject *span = PyDict_GetItemWithError(context, lf_api.span_key);
     if (span == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    if (lf_is_span(span) && ((LfSpan *)span)->replaced == NULL) {
+    if ((Py_IS_TYPE(span, ours_type) || lf_is_span(span)) && ((LfSpan *)span)->replaced == NULL) {
         const LfSpan *ours = (LfSpan *)span;
         parent->there = 1;
         parent->trace_high = ours->trace_high;
@@ -1377,7 +1379,7 @@ lf_span_start(LfPlan *plan, const LfStart *start)
             context = current;
         }
     }
-    int failed = find_parent(&parent, context);
+    int failed = find_parent(&parent, context, plan->span_type);
     Py_XDECREF(current);
     if (failed < 0) {
         return NULL;

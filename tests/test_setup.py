@@ -27,9 +27,12 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.sdk.version import __version__ as sdk_version
 from otlp_receiver import PROTOCOLS, Receiver, free_port, run_script
 
 from conftest import BACKENDS, load_backend
+
+SDK = tuple(int(part) for part in sdk_version.split(".")[:2])
 
 
 @pytest.fixture(autouse=True)
@@ -532,9 +535,10 @@ def test_an_error_leaves_the_process_as_it_was(
         ({"OTEL_BSP_EXPORT_TIMEOUT": "0"}, ""),
         ({"OTEL_BLRP_MAX_QUEUE_SIZE": "100"}, ""),  # smaller than a batch, but there are no logs
         ({"OTEL_EXPORTER_OTLP_TIMEOUT": "0"}, "OTEL_EXPORTER_OTLP_TIMEOUT='0': nothing can be delivered in that time"),
-        (
+        pytest.param(
             {"OTEL_EXPORTER_OTLP_COMPRESSION": "zip", **HTTP},
             "OTEL_EXPORTER_OTLP_COMPRESSION must be one of none, gzip, deflate, not 'zip'; nothing is compressed",
+            marks=pytest.mark.skipif(SDK < (1, 45), reason="before 1.45, the exporter refuses an unknown compression"),
         ),
     ],
 )
@@ -1194,6 +1198,8 @@ def test_an_attribute_that_cannot_be_encoded_does_not_cost_its_span(
 def test_a_collector_that_goes_and_comes_back(
     lensfast: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, protocol: str
 ) -> None:
+    if SDK < ((1, 40) if protocol == "grpc" else (1, 35)):
+        pytest.skip("this SDK takes whole seconds only, or does not connect anew within a fraction of one")
     port = free_port()
     send_to(monkeypatch, port, protocol, TIMEOUT="0.3")
     handle = lensfast.setup_telemetry(lensfast.NemoLensConfig(enabled=True))
@@ -1222,7 +1228,8 @@ def test_a_collector_that_goes_and_comes_back(
     flush()
     [message] = messages(caplog)
     assert message.startswith("spans do not reach ")
-    assert "Failed to export" in message  # the SDK's reason, though it has given it before
+    # The SDK's reason, though it has given it before; its exporter for HTTP used to raise instead.
+    assert ("Failed to export" if SDK >= (1, 40) else "ConnectionError") in message
 
 
 def test_a_collector_that_refuses(
@@ -1240,7 +1247,7 @@ def test_a_collector_that_refuses(
     [message] = messages(caplog)
     assert f"do not reach http://127.0.0.1:{receiver.http_port}/v1/traces over OTLP http: " in message
     assert "401" in message
-    assert "Unauthorized" in message
+    assert "Unauthorized" in message or SDK < (1, 40)  # where the reason was the answer's body, here empty
 
 
 JOB = """
@@ -1295,6 +1302,7 @@ def test_the_console_exporter_writes_json_lines(tmp_path: Path, backend: str) ->
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.skipif(SDK < (1, 35), reason="before 1.35, a timeout was whole seconds and did not bound the retries")
 def test_nobody_listens(tmp_path: Path, backend: str, protocol: str) -> None:
     port = free_port()
     process = run_script(
@@ -1322,7 +1330,10 @@ def test_a_collector_that_never_answers(
             OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{port}", OTEL_EXPORTER_OTLP_PROTOCOL=protocol,
         )  # fmt: skip
     assert (process.returncode, process.stdout) == (0, "")
-    assert process.stderr.splitlines() == [
+    said = process.stderr.splitlines()
+    if SDK < (1, 35):  # whose BatchSpanProcessor says this itself
+        said = [line for line in said if line != "Timeout was exceeded in force_flush()."]
+    assert said == [
         "trained",
         f"spans and metrics could not be delivered within {limit} ms and are lost: the collector at "
         f"OTEL_EXPORTER_OTLP_ENDPOINT (127.0.0.1:{port}) does not answer, or needs a longer shutdown(timeout_ms=...)",
