@@ -8,6 +8,8 @@ native span's time includes its encoding. Memory, and what a burst loses, are fo
 from __future__ import annotations
 
 import gc
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import process_time_ns
@@ -21,6 +23,8 @@ import receiver
 import sites
 from measuring import ROUNDS, measure
 from opentelemetry import trace
+
+from conftest import load_backend, take_modules
 
 ENCODED = "native span, encoded as OTLP"
 BATCHED = "native span into a BatchSpanProcessor"
@@ -43,8 +47,6 @@ SPANS = 400  # less than a batch of the SDK's: its thread does not wake while a 
 NATIVE_SPANS = 1900  # likewise
 BURST_SPANS = MEMORY_SPANS = 100_000
 
-pytestmark = pytest.mark.parametrize("lensfast", ["c"], indirect=True)
-
 
 def record(benchmark: Any, row: str, against: str, measured: dict[str, float], unit: str = "ns") -> None:
     measuring.record(benchmark, f"{row}, over {against}", "c", measured, TARGETS.get(row, {}).get(against), unit)
@@ -54,6 +56,23 @@ def record(benchmark: Any, row: str, against: str, measured: dict[str, float], u
 def endpoint() -> Iterator[str]:
     with receiver.started() as endpoint:
         yield endpoint
+
+
+@pytest.fixture
+def lensfast_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The package on the C backend, as in a new process."""
+    modules = load_backend("c")
+    for name in list(os.environ):
+        if name.startswith(("OTEL_", "NEMO_LENS_")):
+            monkeypatch.delenv(name)
+    before = take_modules("lensfast")
+    sys.modules.update(modules)
+    package = modules["lensfast"]
+    package.testing.reset_telemetry()
+    yield package
+    package.testing.reset_telemetry()
+    take_modules("lensfast")
+    sys.modules.update(before)
 
 
 @pytest.fixture
@@ -79,7 +98,7 @@ class Rivals:
 
 @pytest.fixture
 def rivals(
-    request: pytest.FixtureRequest, lensfast: ModuleType, endpoint: str, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, lensfast_c: ModuleType, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Rivals]:
     """By the name in the test's parameter `row`."""
     row = getattr(request, "param", ENCODED)
@@ -88,9 +107,9 @@ def rivals(
     if row == UNSAMPLED:
         monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     if row == BATCHED:
-        native = enabled.native_provider_into(lensfast, enabled.roomy_batch_processor())
+        native = enabled.native_provider_into(lensfast_c, enabled.roomy_batch_processor())
     else:
-        native = enabled.native_provider(lensfast)
+        native = enabled.native_provider(lensfast_c)
         assert type(enabled.native_processor()).__name__ == "EncodingSpanProcessor"
     rivals = Rivals(native, enabled.sdk_provider(enabled.roomy_batch_processor()))
     receiver.arrived(endpoint)
@@ -117,12 +136,12 @@ def do_work() -> int:
 @pytest.mark.parametrize("against", AGAINST)
 @pytest.mark.parametrize("rivals", [ENCODED, BATCHED, UNSAMPLED], indirect=True)
 def test_span(
-    benchmark: Any, request: pytest.FixtureRequest, lensfast: ModuleType, rivals: Rivals, against: str
+    benchmark: Any, request: pytest.FixtureRequest, lensfast_c: ModuleType, rivals: Rivals, against: str
 ) -> None:
     row = request.node.callspec.params["rivals"]
     measured = measure(
         benchmark,
-        sites.loop(sites.ENABLED, sites.names(lensfast)),
+        sites.loop(sites.ENABLED, sites.names(lensfast_c)),
         reference(request, rivals, against),
         sites.loop("pass", {}),
         times=SPANS,
@@ -133,7 +152,7 @@ def test_span(
     record(benchmark, row, against, measured)
 
 
-def test_start_as_current_span(benchmark: Any, lensfast: ModuleType, rivals: Rivals) -> None:
+def test_start_as_current_span(benchmark: Any, lensfast_c: ModuleType, rivals: Rivals) -> None:
     """By the API: the context manager is the API's own, in Python."""
     loops = [
         sites.loop(sites.SDK_ENABLED, {"tracer": provider.get_tracer("bench")})
@@ -151,7 +170,7 @@ def test_start_as_current_span(benchmark: Any, lensfast: ModuleType, rivals: Riv
     record(benchmark, "start_as_current_span, encoded as OTLP", "opentelemetry-sdk", measured)
 
 
-def test_set_attribute(benchmark: Any, lensfast: ModuleType, rivals: Rivals) -> None:
+def test_set_attribute(benchmark: Any, lensfast_c: ModuleType, rivals: Rivals) -> None:
     statement = "span.set_attribute('iteration', n); span.set_attribute('loss', 1.5)"
     spans = [provider.get_tracer("bench").start_span("live") for provider in (rivals.native, rivals.sdk)]
     measured = measure(
@@ -168,14 +187,14 @@ def test_set_attribute(benchmark: Any, lensfast: ModuleType, rivals: Rivals) -> 
 def test_cpu(
     benchmark: Any,
     request: pytest.FixtureRequest,
-    lensfast: ModuleType,
+    lensfast_c: ModuleType,
     rivals: Rivals,
     endpoint: str,
     against: str,
 ) -> None:
     """Of the whole process, from the first span to the answer to the last request, over that of the work alone."""
     loops = {
-        "site": sites.loop(sites.ENABLED.replace("pass", "work()"), {**sites.names(lensfast), "work": do_work}),
+        "site": sites.loop(sites.ENABLED.replace("pass", "work()"), {**sites.names(lensfast_c), "work": do_work}),
         "reference": reference(request, rivals, against, "work()"),
         "empty": sites.loop("work()", {"work": do_work}),
     }
@@ -204,14 +223,14 @@ def in_own_processes(benchmark: Any, measured: Callable[[str], float]) -> dict[s
     return benchmark.pedantic(lambda: {"site": measured("native"), "reference": measured("sdk")}, rounds=1)
 
 
-def test_memory(benchmark: Any, lensfast: ModuleType, endpoint: str) -> None:
+def test_memory(benchmark: Any, lensfast_c: ModuleType, endpoint: str) -> None:
     measured = in_own_processes(
         benchmark, lambda library: enabled.in_own_process("memory", library, MEMORY_SPANS, endpoint)
     )
     record(benchmark, MEMORY, "opentelemetry-sdk", measured, "B")
 
 
-def test_burst(benchmark: Any, lensfast: ModuleType, endpoint: str) -> None:
+def test_burst(benchmark: Any, lensfast_c: ModuleType, endpoint: str) -> None:
     def lost(library: str) -> float:
         receiver.arrived(endpoint)
         enabled.in_own_process("burst", library, BURST_SPANS, endpoint)

@@ -1,4 +1,4 @@
-"""Ratios of disabled sites, and of enabled ones with the SDK's spans, each measured beside its reference in one process.
+"""Ratios of disabled sites, and of enabled ones that make the SDK's spans, each beside its reference in one process.
 
 pytest-benchmark times the site; in the set-up of each round the reference, and the loop without a site, are timed as
 well. All three are best-of-many, and the loop is subtracted. bench/table.py prints what this records.

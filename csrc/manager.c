@@ -288,6 +288,9 @@ start(Manager *self, PyObject *current)
     if (LF_UNLIKELY(span == NULL)) {
         return report_failure("start span", self->name) < 0 ? NULL : Py_NewRef(Py_None);
     }
+    if (Py_IS_TYPE(span, lf_api.non_recording_span)) {
+        return span; /* it takes no attributes */
+    }
     if ((self->kwnames != NULL || (self->attributes != NULL && self->attributes != Py_None)) &&
         set_attributes(self, span) < 0) {
         Py_DECREF(span);
@@ -417,6 +420,9 @@ end(Manager *self, const Entered *entered, PyObject *error)
     }
     else if (lf_is_span(entered->span)) {
         failed = lf_span_end((LfSpan *)entered->span, NULL) < 0;
+    }
+    else if (Py_IS_TYPE(entered->span, lf_api.non_recording_span)) {
+        failed = 0; /* its end() does nothing */
     }
     else {
         PyObject *result = PyObject_CallMethod(entered->span, "end", NULL);

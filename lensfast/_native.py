@@ -113,6 +113,7 @@ class TracerProvider(sdk.TracerProvider):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._native_tracers: dict[Any, Tracer] = {}
         if type(self._active_span_processor) is sdk.SynchronousMultiSpanProcessor:
             given = self._active_span_processor
             self._active_span_processor = _Processors()  # type: ignore[no-untyped-call]
@@ -124,12 +125,15 @@ class TracerProvider(sdk.TracerProvider):
         if type(tracer) is not sdk.Tracer:
             return tracer  # it is one of ours already, or spans are disabled
         native = Tracer.like(tracer)
-        kept = getattr(self, "_tracers", None)  # newer SDKs make one tracer for each scope
-        if kept is not None:
-            with self._tracers_lock:
-                if kept.get(tracer._instrumentation_scope) is tracer:
-                    kept[tracer._instrumentation_scope] = native
-                native = kept.get(tracer._instrumentation_scope, native)  # another thread may have been faster
+        scope = tracer._instrumentation_scope
+        kept = getattr(self, "_tracers", None)
+        if kept is None:
+            # An older SDK, which makes a tracer each time.
+            return self._native_tracers.setdefault(scope, native)
+        with self._tracers_lock:
+            if kept.get(scope) is tracer:
+                kept[scope] = native
+            native = kept.get(scope, native)  # another thread may have been faster
         return native
 
 

@@ -224,9 +224,13 @@ def build_providers(
     resource = _build_resource(config, rank, world_size, resource_attributes)
     processors: list[Any] = []
     if config.traces_enabled:
-        native = _native_spans(config)
+        why_sdk_spans = _why_sdk_spans(config)
         exporter = span_exporter or _build_span_exporter(config)
-        processors = [_ScopedSpanAttributes(), _OpenSpanCloser(), _export_processor(exporter, native, span_exporter)]
+        processors = [
+            _ScopedSpanAttributes(),
+            _OpenSpanCloser(),
+            _export_processor(exporter, why_sdk_spans is None, span_exporter),
+        ]
     if signals["metrics"]:
         metric_exporter = _build_metric_exporter(config)
         metric_reader = PeriodicExportingMetricReader(metric_exporter, export_interval_millis=metric_interval_ms)
@@ -240,11 +244,13 @@ def build_providers(
         sampler: Any = RankAwareSampler(rank, world_size, config.export_sample_rate) if config.sampler_enabled else None
         ids: Any = SeedIndependentIdGenerator()
         provider_class = TracerProvider
-        if native:
+        if why_sdk_spans is None:
             from ._native import TracerProvider as provider_class  # noqa: N813
         # The handle shuts down, in bounded time; the SDK's own exit hook may wait for a dead collector.
         provider = provider_class(sampler=sampler, resource=resource, shutdown_on_exit=False, id_generator=ids)
         exporting |= _install_tracer_provider(provider, processors)
+        if trace.get_tracer_provider() is provider:
+            logger.info("spans are native" if why_sdk_spans is None else f"spans are the SDK's: {why_sdk_spans}")
     if metrics_wanted:
         meter_provider = MeterProvider([metric_reader], resource=resource, shutdown_on_exit=False)
         metrics.set_meter_provider(meter_provider)
@@ -262,16 +268,13 @@ def build_providers(
     return exporting
 
 
-def _native_spans(config: NemoLensConfig) -> bool:
-    """Whether spans are to be native: decided once, with one line in the log."""
+def _why_sdk_spans(config: NemoLensConfig) -> str | None:
+    """Why spans are not native; None if they are."""
     if not getattr(config, "native_spans", True):  # a stand-in for a config may be of an older form
-        logger.info("spans are the SDK's: native_spans is off (<PREFIX>_NATIVE_SPANS)")
-        return False
+        return "native_spans is off (<PREFIX>_NATIVE_SPANS)"
     from ._native import why_not
 
-    reason = why_not()
-    logger.info("spans are native" if reason is None else f"spans are the SDK's: {reason}")
-    return reason is None
+    return why_not()
 
 
 def _export_processor(exporter: Any, native: bool, given: Any) -> Any:
