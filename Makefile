@@ -41,7 +41,7 @@ bench: $(BENCH_VENV)/.bench
 bench-train: $(BENCH_VENV)/.bench-train
 	$(BENCH_VENV)/bin/python bench/train.py $(BENCH_OPTIONS)
 
-# Instructions per disabled site against bench/instructions.json; needs valgrind.
+# Instructions per site, disabled or enabled, against bench/instructions.json; needs valgrind and a C compiler.
 instructions: $(VENV)/.dev
 	$(VENV)/bin/python bench/instructions.py
 

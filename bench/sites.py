@@ -26,6 +26,15 @@ DISABLED = {
 ENABLED = "with managed_span('layer', 'megatron.layer.mlp', iteration=n, loss=1.5): pass"
 SDK_ENABLED = "with tracer.start_as_current_span('megatron.layer.mlp', attributes={'iteration': n, 'loss': 1.5}): pass"
 
+# Enabled sites that make native spans; what they take is counted.
+NATIVE = {
+    "empty": "pass",
+    "no attributes": "with managed_span('layer', 'megatron.layer.mlp'): pass",
+    "two attributes": ENABLED,
+    "nested": "with managed_span('layer', 'megatron.layer'):\n            " + ENABLED,
+    "set_attribute": "span.set_attribute('loss', 1.5)",
+}
+
 # One training step of a rank with 96 layers and 64 microbatches: the sites entered, all of them disabled.
 LAYERS, MICROBATCHES = 96, 64
 STEP = """

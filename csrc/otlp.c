@@ -34,7 +34,7 @@ enum {
     FLAGS_IS_REMOTE = 0x200,
 };
 
-enum { DEEPEST = 4, FIRST_SIZE = 8192, RUNS = 8, ODD_SIZE = 4096 };
+enum { DEEPEST = 4, FIRST_SIZE = 8192, RUNS = 8, ODD_SIZE = 4096, MOST_SPARE = 1 << 20 };
 
 PyTypeObject *lf_sink_type = NULL;
 
@@ -548,6 +548,7 @@ typedef struct {
     unsigned long long dropped;
     int full;     /* a full batch has been announced, and none been taken since */
     int told;     /* that spans are dropped */
+    Buffer spare; /* of a batch that is gone, for the next one */
     int closed;
 } Sink;
 
@@ -562,10 +563,16 @@ batch_size(const Batch *batch)
 }
 
 static void
-batch_free(Batch *batch)
+batch_free(Sink *sink, Batch *batch)
 {
     for (int i = 0; i < batch->runs; i++) {
-        PyMem_RawFree(batch->run[i].buffer.data);
+        Buffer *buffer = &batch->run[i].buffer;
+        if (buffer->capacity > sink->spare.capacity && buffer->capacity <= MOST_SPARE) {
+            Buffer old = sink->spare;
+            sink->spare = *buffer;
+            *buffer = old;
+        }
+        PyMem_RawFree(buffer->data);
         Py_DECREF(batch->run[i].plan);
     }
     Py_DECREF(batch->odd);
@@ -602,8 +609,9 @@ wake(Sink *sink, const char *word)
     return result == NULL ? -1 : 0;
 }
 
+/* The run for the spans of that plan; NULL if the batch has no room for another one. */
 static Run *
-run_of(Batch *batch, LfPlan *plan)
+run_of(Batch *batch, LfPlan *plan, Buffer *spare)
 {
     for (int i = 0; i < batch->runs; i++) {
         if (batch->run[i].plan == plan) {
@@ -615,6 +623,11 @@ run_of(Batch *batch, LfPlan *plan)
     }
     Run *run = &batch->run[batch->runs++];
     run->plan = (LfPlan *)Py_NewRef(plan);
+    if (spare != NULL) {
+        run->buffer = *spare;
+        run->buffer.length = 0;
+        memset(spare, 0, sizeof(*spare));
+    }
     return run;
 }
 
@@ -682,9 +695,9 @@ lf_sink_add(PyObject *self, PyObject *object)
     if (LF_UNLIKELY(done == NO_MEMORY)) {
         batch = NULL;
     }
-    else if (batch == NULL || is_full(sink, batch) || (done == ENCODED && (run = run_of(batch, span->plan)) == NULL)) {
+    else if (batch == NULL || is_full(sink, batch) || (done == ENCODED && (run = run_of(batch, span->plan, &sink->spare)) == NULL)) {
         batch = new_batch(sink);
-        run = batch == NULL || done == ODD ? NULL : run_of(batch, span->plan);
+        run = batch == NULL || done == ODD ? NULL : run_of(batch, span->plan, &sink->spare);
     }
     if (LF_UNLIKELY(batch == NULL)) {
         done = NO_MEMORY;
@@ -808,7 +821,7 @@ sink_take(PyObject *self, PyObject *everything)
     if (result == NULL) {
         sink->dropped += (unsigned long long)batch->spans;
     }
-    batch_free(batch);
+    batch_free(sink, batch);
     return result;
 }
 
@@ -818,8 +831,10 @@ sink_empty(Sink *sink)
     while (sink->oldest != NULL) {
         Batch *batch = sink->oldest;
         sink->oldest = batch->next;
-        batch_free(batch);
+        batch_free(sink, batch);
     }
+    PyMem_RawFree(sink->spare.data);
+    memset(&sink->spare, 0, sizeof(sink->spare));
     sink->newest = NULL;
     sink->waiting = 0;
     sink->waiting_size = 0;
@@ -864,7 +879,7 @@ sink_encode(PyObject *Py_UNUSED(self), PyObject *span)
     int done = ask(&facts, (LfSpan *)span);
     Batch batch;
     memset(&batch, 0, sizeof(batch));
-    Run *run = run_of(&batch, ((LfSpan *)span)->plan);
+    Run *run = run_of(&batch, ((LfSpan *)span)->plan, NULL);
     if (done == ENCODED) {
         done = encode_span(&run->buffer, (LfSpan *)span, &facts);
     }

@@ -133,8 +133,7 @@ class TracerProvider(sdk.TracerProvider):
         with self._tracers_lock:
             if kept.get(scope) is tracer:
                 kept[scope] = native
-            native = kept.get(scope, native)  # another thread may have been faster
-        return native
+            return kept.get(scope, native)  # type: ignore[no-any-return]  # another thread may have been faster
 
 
 def _plan(tracer: Tracer) -> SimpleNamespace:

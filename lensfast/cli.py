@@ -99,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="train a small instrumented model and print its spans",
         description="Train a small Megatron-shaped model, print the spans it made, and then what its call sites "
-        "cost while their groups are disabled.",
+        "cost: those that are enabled with the SDK's spans and with native ones, and all while their groups are "
+        "disabled.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     defaults = demo.Options()
@@ -327,6 +328,7 @@ def _demo(options: demo.Options, span_groups: str, exporter: str) -> int:
         tree = _tree(spans)
         _print_tree(out, tree)
         _print_groups(out, span_groups, enabled, tree)
+        _print_enabled_costs(out, options, enabled)
     elif enabled:
         print("(the environment asks for a sampler that drops them all)", file=out)
     else:
@@ -495,6 +497,44 @@ def _print_costs(out: TextIO, options: demo.Options) -> None:
     print(f"{', '.join(shapes)}: calls in a training step of so many layers x microbatches", file=out)
     if note:
         print(note, file=out)
+
+
+def _print_enabled_costs(out: TextIO, options: demo.Options, enabled: frozenset[str]) -> None:
+    shapes = {
+        f"{layers}x{microbatches}": demo.enabled_calls_per_step(layers, microbatches, enabled)
+        for layers, microbatches in dict.fromkeys([(options.layers, options.microbatches), LARGE_MODEL])
+    }
+    passed = [site for site in demo.ENABLED_SITES if any(calls[site] for calls in shapes.values())]
+    if not passed:
+        return
+    costs, reason = demo.enabled_site_costs()
+
+    def times(nanoseconds: list[float]) -> list[str]:
+        ratios = [f"{nanoseconds[0] / native:.1f}x" if native else "-" for native in nanoseconds[1:]]
+        return [*map(_time, nanoseconds), *ratios]
+
+    rows = [
+        [
+            demo.ENABLED_SITES[site][0],
+            *(f"{calls[site]:,}" for calls in shapes.values()),
+            *times([cost[site] for cost in costs]),
+        ]
+        for site in passed
+    ]
+    for shape, calls in shapes.items():
+        total = [f"{sum(calls.values()):,}" if other == shape else "" for other in shapes]
+        rows.append(
+            [f"one step, {shape}", *total, *times([sum(calls[site] * cost[site] for site in passed) for cost in costs])]
+        )
+    columns = [
+        "site",
+        *(f"in {shape}" for shape in shapes),
+        "SDK spans",
+        *([] if reason else ["native spans", "ratio"]),
+    ]
+    _print_table(out, "Cost of enabled sites, to the thread that passes them", columns, rows)
+    if reason:
+        print(f"no native spans here: {reason}", file=out)
 
 
 def _rich_console(out: TextIO) -> Any:

@@ -13,8 +13,9 @@ import math
 import os
 import pickle
 import random
+import timeit
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -416,3 +417,122 @@ def calls_per_step(layers: int, microbatches: int) -> dict[str, int]:
         "trace_fn": 2 * microbatches + 6,
         "is_span_group_enabled": microbatches + 2,
     }
+
+
+def enabled_calls_per_step(layers: int, microbatches: int, enabled: frozenset[str]) -> dict[str, int]:
+    """How often one train_step passes each kind of site in ENABLED_SITES, of those whose group is in `enabled`."""
+    by_group = {
+        "step": {"managed_span_dict": 1, "set_attributes": 1},
+        "forward_backward": {"span_cm": 1},
+        "communication": {"trace_fn": 6},
+        "microbatch": {"trace_fn": 2 * microbatches, "set_attributes": microbatches},
+        "layer": {"managed_span": 2 * layers * microbatches, "managed_span_dict": layers * microbatches},
+        "optimizer": {"span_cm": 1, "set_attributes": 1},
+    }
+    calls = dict.fromkeys(ENABLED_SITES, 0)
+    for group in enabled & by_group.keys():
+        for site, count in by_group[group].items():
+            calls[site] += count
+    return calls
+
+
+ENABLED_SITES = {
+    "managed_span": ("managed_span(g, name)", "with managed_span('layer', 'megatron.layer.mlp', tracer): pass", "pass"),
+    "managed_span_dict": (
+        "managed_span(g, name, **{k: n})",
+        "with managed_span('layer', 'megatron.layer.forward', tracer, **{'megatron.layer_number': n}): pass",
+        "pass",
+    ),
+    "trace_fn": ("@trace_fn, over a plain call", "traced()", "plain()"),
+    "span_cm": (
+        "span_cm(name, **{k: n})",
+        "with span_cm('megatron.forward_backward', tracer, **{'megatron.num_microbatches': n}): pass",
+        "pass",
+    ),
+    "set_attributes": (
+        "safe_set_span_attributes(s, {k: n})",
+        "safe_set_span_attributes(span, {'megatron.microbatch_id': n})",
+        "pass",
+    ),
+}
+"""For each kind of site: its label, what is timed, and what of that is not the site's cost."""
+
+
+def enabled_site_costs(rounds: int = 10, calls: int = 500) -> tuple[list[dict[str, float]], str | None]:
+    """Nanoseconds that each kind of site in ENABLED_SITES takes of the thread that passes it, while it is enabled.
+
+    The best of `rounds` runs of `calls` calls, the SDK's spans and native ones taking turns. Their providers are not
+    the global one and have what setup_telemetry gives its own, but for an exporter: what it would send is discarded.
+    Leaves every group disabled.
+
+    Returns:
+        The costs of the SDK's spans and, if they are possible here, of native ones; and why they are not, or None.
+    """
+    from ._native import why_not
+
+    def plain() -> None: ...
+
+    reason = why_not()
+    providers = [_discarding_provider(native) for native in ((False,) if reason else (False, True))]
+    timers: dict[tuple[int, str], timeit.Timer] = {}
+    for index, provider in enumerate(providers):
+        tracer = provider.get_tracer("nemo.lens.helpers")
+        names = {
+            "managed_span": managed_span,
+            "span_cm": span_cm,
+            "safe_set_span_attributes": safe_set_span_attributes,
+            "traced": trace_fn("layer", "megatron.microbatch.forward", tracer)(plain),
+            "plain": plain,
+            "tracer": tracer,
+            "span": tracer.start_span("megatron.microbatch.forward"),
+            "n": 1,
+        }
+        for _, timed, baseline in ENABLED_SITES.values():
+            for statement in (timed, baseline):
+                timers[index, statement] = timeit.Timer(statement, globals=names)
+    best = dict.fromkeys(timers, math.inf)
+    try:
+        set_enabled_span_groups(frozenset({"layer"}))
+        for _ in range(rounds):
+            for key, timer in timers.items():
+                best[key] = min(best[key], timer.timeit(calls))
+                providers[key[0]].force_flush()  # not while the other one is timed
+    finally:
+        set_enabled_span_groups(frozenset())
+        for provider in providers:
+            provider.shutdown()
+    costs = [
+        {
+            site: max(0.0, best[index, timed] - best[index, baseline]) / calls * 1e9
+            for site, (_, timed, baseline) in ENABLED_SITES.items()
+        }
+        for index in range(len(providers))
+    ]
+    return costs, reason
+
+
+def _discarding_provider(native: bool) -> Any:
+    """A provider like that of setup_telemetry, of spans that go nowhere."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    from ._export import CountingSpanProcessor, EncodingSpanProcessor, can_encode
+    from .providers import SeedIndependentIdGenerator, _OpenSpanCloser, _ScopedSpanAttributes
+
+    class Discard(SpanExporter):
+        def export(self, spans: Any) -> SpanExportResult:
+            return SpanExportResult.SUCCESS
+
+    processor: Any = CountingSpanProcessor
+    provider_class = TracerProvider
+    if native:
+        from ._native import TracerProvider as provider_class  # noqa: N813
+
+        with suppress(ImportError):  # without the exporters for OTLP, there is no encoding either
+            processor = EncodingSpanProcessor if can_encode() else processor
+    ids: Any = SeedIndependentIdGenerator()
+    provider = provider_class(shutdown_on_exit=False, id_generator=ids)
+    parts: list[Any] = [_ScopedSpanAttributes(), _OpenSpanCloser(), processor(Discard())]
+    for part in parts:
+        provider.add_span_processor(part)
+    return provider
