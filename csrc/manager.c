@@ -103,27 +103,76 @@ report_failure(const char *doing, PyObject *name)
     return result == NULL ? -1 : 0;
 }
 
-/* ---- the tracer ---- */
+/* ---- what is looked up in modules at each span ---- */
+
+static uint64_t names_epoch = 1; /* another one: a name of the two modules has been set since */
+static int names_are_watched = 0;
+
+#if PY_VERSION_HEX >= 0x030C0000
+static int
+name_changed(PyDict_WatchEvent Py_UNUSED(event), PyObject *Py_UNUSED(dict), PyObject *Py_UNUSED(key),
+             PyObject *Py_UNUSED(value))
+{
+    names_epoch++;
+    return 0;
+}
+#endif
+
+/* Be told of changes, instead of looking each time. There is a limited number of watchers. */
+static void
+watch_names(void)
+{
+#if PY_VERSION_HEX >= 0x030C0000
+    if (!names_are_watched) {
+        int watcher = PyDict_AddWatcher(name_changed);
+        names_are_watched = watcher >= 0 && PyDict_Watch(watcher, traces) == 0 && PyDict_Watch(watcher, spans) == 0;
+        PyErr_Clear();
+    }
+#endif
+}
+
+/* _spans.watch, borrowed: NULL if spans are not watched. */
+static PyObject *
+span_watch(void)
+{
+    static uint64_t looked = 0;
+    static PyObject *watch = NULL; /* borrowed from the dict, which says when it changes */
+    if (LF_UNLIKELY(looked != names_epoch || !names_are_watched)) {
+        looked = names_epoch;
+        watch = PyDict_GetItemWithError(spans, str_watch);
+        if (watch == Py_None) {
+            watch = NULL;
+        }
+    }
+    return watch;
+}
 
 static struct {
     PyObject *scope, *provider, *tracer;
+    uint64_t looked;
 } tracers[TRACERS];
 
 /* The tracer of `scope` of the provider that is global now: a new reference. */
 static PyObject *
 current_tracer(PyObject *scope)
 {
-    PyObject *provider = PyDict_GetItemWithError(traces, str_tracer_provider);
-    int patched = PyDict_GetItemWithError(traces, str_get_tracer) != get_tracer ||
-                  PyDict_GetItemWithError(traces, str_get_tracer_provider) != get_tracer_provider;
     int i = 0;
     while (i < TRACERS && tracers[i].scope != scope) {
         i++;
     }
-    if (LF_LIKELY(i < TRACERS && !patched && provider != NULL && tracers[i].provider == provider)) {
+    if (LF_LIKELY(i < TRACERS && tracers[i].looked == names_epoch && names_are_watched)) {
+        return Py_NewRef(tracers[i].tracer);
+    }
+    uint64_t looking = names_epoch;
+    PyObject *provider = PyDict_GetItemWithError(traces, str_tracer_provider);
+    int patched = PyDict_GetItemWithError(traces, str_get_tracer) != get_tracer ||
+                  PyDict_GetItemWithError(traces, str_get_tracer_provider) != get_tracer_provider;
+    if (i < TRACERS && !patched && provider != NULL && tracers[i].provider == provider) {
+        tracers[i].looked = looking;
         return Py_NewRef(tracers[i].tracer);
     }
     PyObject *tracer = call_python("current_tracer", &scope, 1);
+    looking = names_epoch;
     provider = PyDict_GetItemWithError(traces, str_tracer_provider);
     if (tracer != NULL && !patched && provider != NULL && provider != Py_None) {
         if (i == TRACERS) {
@@ -134,6 +183,7 @@ current_tracer(PyObject *scope)
         tracers[i].scope = Py_NewRef(scope);
         tracers[i].provider = Py_NewRef(provider);
         tracers[i].tracer = Py_NewRef(tracer);
+        tracers[i].looked = looking;
         for (int j = 0; j < 3; j++) {
             Py_XDECREF(old[j]); /* at last: a finaliser may ask for a tracer */
         }
@@ -336,8 +386,7 @@ manager_enter(PyObject *object, PyObject *Py_UNUSED(unused))
     }
     else {
         entered.span = span;
-        PyObject *watch = PyDict_GetItemWithError(spans, str_watch);
-        if (LF_UNLIKELY(watch != NULL && watch != Py_None)) {
+        if (LF_UNLIKELY(span_watch() != NULL)) {
             PyObject *arguments[] = {self->group == NULL ? Py_None : self->group, self->name};
             entered.watch = call_python("start_watch", arguments, 2);
             if (entered.watch == NULL) {
@@ -759,6 +808,7 @@ lf_manager_set_up(PyObject *spans_dict, PyObject *trace_dict)
     }
     Py_XSETREF(traces, Py_NewRef(trace_dict));
     Py_XSETREF(spans, Py_NewRef(spans_dict));
+    watch_names();
     return 0;
 }
 

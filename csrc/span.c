@@ -42,10 +42,10 @@ typedef struct {
     uint64_t epoch;
 } Ids;
 
-#if defined(__GNUC__) || defined(__clang__)
-static __thread Ids ids;
+#if defined(Py_GIL_DISABLED)
+static _Thread_local Ids ids;
 #else
-static Ids ids; /* guarded by the GIL */
+static Ids ids;
 #endif
 
 static uint64_t

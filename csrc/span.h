@@ -131,7 +131,7 @@ int lf_span_init(void);
 /* Every tracer makes its plan anew before its next span. */
 void lf_plans_outdate(void);
 
-/* Ids are drawn from a new seed in every thread. */
+/* From now on, ids are drawn from a new seed. */
 void lf_ids_reseed(void);
 
 /* The plan of a tracer, borrowed; NULL without an error where there is none. */
