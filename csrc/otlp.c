@@ -34,7 +34,7 @@ enum {
     FLAGS_IS_REMOTE = 0x200,
 };
 
-enum { DEEPEST = 4, FIRST_SIZE = 8192, RUNS = 8, ODD_SIZE = 4096, MOST_SPARE = 1 << 20 };
+enum { DEEPEST = 4, FIRST_SIZE = 8192, FIRST_RUNS = 4, ODD_SIZE = 4096, MOST_SPARE = 1 << 20 };
 
 PyTypeObject *lf_sink_type = NULL;
 
@@ -528,9 +528,11 @@ typedef struct {
 typedef struct Batch {
     struct Batch *next;
     Py_ssize_t spans;
+    size_t size;   /* bytes; the odd ones are guessed */
     PyObject *odd; /* a list: the spans for the stock encoder */
     int runs;
-    Run run[RUNS];
+    int room; /* for that many runs */
+    Run *run;
 } Batch;
 
 typedef struct {
@@ -552,16 +554,6 @@ typedef struct {
     int closed;
 } Sink;
 
-static size_t
-batch_size(const Batch *batch)
-{
-    size_t size = (size_t)PyList_GET_SIZE(batch->odd) * ODD_SIZE;
-    for (int i = 0; i < batch->runs; i++) {
-        size += batch->run[i].buffer.length;
-    }
-    return size;
-}
-
 static void
 batch_free(Sink *sink, Batch *batch)
 {
@@ -576,6 +568,7 @@ batch_free(Sink *sink, Batch *batch)
         Py_DECREF(batch->run[i].plan);
     }
     Py_DECREF(batch->odd);
+    PyMem_RawFree(batch->run);
     PyMem_RawFree(batch);
 }
 
@@ -609,7 +602,7 @@ wake(Sink *sink, const char *word)
     return result == NULL ? -1 : 0;
 }
 
-/* The run for the spans of that plan; NULL if the batch has no room for another one. */
+/* The run for the spans of that plan; NULL if there is no memory. */
 static Run *
 run_of(Batch *batch, LfPlan *plan, Buffer *spare)
 {
@@ -618,8 +611,15 @@ run_of(Batch *batch, LfPlan *plan, Buffer *spare)
             return &batch->run[i];
         }
     }
-    if (batch->runs == RUNS) {
-        return NULL;
+    if (batch->runs == batch->room) {
+        int room = batch->room == 0 ? FIRST_RUNS : 2 * batch->room;
+        Run *more = PyMem_RawRealloc(batch->run, (size_t)room * sizeof(Run));
+        if (more == NULL) {
+            return NULL;
+        }
+        memset(more + batch->room, 0, (size_t)(room - batch->room) * sizeof(Run));
+        batch->run = more;
+        batch->room = room;
     }
     Run *run = &batch->run[batch->runs++];
     run->plan = (LfPlan *)Py_NewRef(plan);
@@ -647,13 +647,14 @@ count_added(Sink *sink, Batch *batch, size_t size)
 {
     int first = sink->waiting == 0;
     batch->spans++;
+    batch->size += size;
     sink->accepted++;
     sink->waiting++;
     sink->waiting_size += size;
     if (LF_UNLIKELY(first) && wake(sink, "first") < 0) {
         return -1;
     }
-    if (LF_UNLIKELY(!sink->full && sink->waiting >= sink->batch_spans)) {
+    if (LF_UNLIKELY(!sink->full && (sink->waiting >= sink->batch_spans || sink->waiting_size >= sink->batch_bytes))) {
         sink->full = 1;
         return wake(sink, "full");
     }
@@ -674,7 +675,7 @@ add_odd(Sink *sink, Batch *batch, PyObject *span)
 static int
 is_full(const Sink *sink, const Batch *batch)
 {
-    return batch->spans >= sink->batch_spans || batch_size(batch) >= sink->batch_bytes;
+    return batch->spans >= sink->batch_spans || batch->size >= sink->batch_bytes;
 }
 
 int
@@ -682,11 +683,14 @@ lf_sink_add(PyObject *self, PyObject *object)
 {
     Sink *sink = (Sink *)self;
     LfSpan *span = lf_is_span(object) ? (LfSpan *)object : NULL;
-    Facts facts;
+    Facts facts = {0, 0, 0, NULL};
     if (span != NULL && !(span->flags & LF_SAMPLED)) {
         return 0;
     }
     int done = span == NULL ? ODD : ask(&facts, span);
+    if (span != NULL && PyBytes_GET_SIZE(span->plan->resource_head) == 0) {
+        done = ODD; /* its tracer does not know of this sink: somebody has put a processor around it */
+    }
     if (LF_UNLIKELY(sink->closed || sink->waiting >= sink->max_spans || sink->waiting_size >= sink->max_bytes)) {
         done = NO_MEMORY;
     }
@@ -695,11 +699,13 @@ lf_sink_add(PyObject *self, PyObject *object)
     if (LF_UNLIKELY(done == NO_MEMORY)) {
         batch = NULL;
     }
-    else if (batch == NULL || is_full(sink, batch) || (done == ENCODED && (run = run_of(batch, span->plan, &sink->spare)) == NULL)) {
+    else if (batch == NULL || is_full(sink, batch)) {
         batch = new_batch(sink);
-        run = batch == NULL || done == ODD ? NULL : run_of(batch, span->plan, &sink->spare);
     }
-    if (LF_UNLIKELY(batch == NULL)) {
+    if (batch != NULL && done == ENCODED) {
+        run = run_of(batch, span->plan, &sink->spare);
+    }
+    if (LF_UNLIKELY(batch == NULL || (run == NULL && done == ENCODED))) {
         done = NO_MEMORY;
     }
     size_t before = run == NULL ? 0 : run->buffer.length;
@@ -709,9 +715,7 @@ lf_sink_add(PyObject *self, PyObject *object)
             run->buffer.length = before;
         }
     }
-    if (span != NULL) {
-        Py_XDECREF(facts.message);
-    }
+    Py_XDECREF(facts.message);
     switch (done) {
     case ENCODED:
         return count_added(sink, batch, run->buffer.length - before);
@@ -814,11 +818,12 @@ sink_take(PyObject *self, PyObject *everything)
         sink->newest = NULL;
     }
     sink->waiting -= batch->spans;
-    sink->waiting_size -= batch_size(batch);
+    sink->waiting_size -= batch->size;
     PyObject *request = batch_request(batch);
     PyObject *result = request == NULL ? NULL : Py_BuildValue("(OOn)", request, batch->odd, batch->spans);
     Py_XDECREF(request);
     if (result == NULL) {
+        sink->accepted -= (unsigned long long)batch->spans;
         sink->dropped += (unsigned long long)batch->spans;
     }
     batch_free(sink, batch);
@@ -879,14 +884,15 @@ sink_encode(PyObject *Py_UNUSED(self), PyObject *span)
     int done = ask(&facts, (LfSpan *)span);
     Batch batch;
     memset(&batch, 0, sizeof(batch));
-    Run *run = run_of(&batch, ((LfSpan *)span)->plan, NULL);
+    Run run = {((LfSpan *)span)->plan, {NULL, 0, 0}};
+    batch.run = &run;
+    batch.runs = 1;
     if (done == ENCODED) {
-        done = encode_span(&run->buffer, (LfSpan *)span, &facts);
+        done = encode_span(&run.buffer, (LfSpan *)span, &facts);
     }
     PyObject *request = done == ENCODED ? batch_request(&batch) : done == ODD ? Py_NewRef(Py_None) : PyErr_NoMemory();
     Py_XDECREF(facts.message);
-    PyMem_RawFree(run->buffer.data);
-    Py_DECREF(run->plan);
+    PyMem_RawFree(run.buffer.data);
     return request;
 }
 

@@ -156,6 +156,7 @@ static const struct {
     {"info", offsetof(LfPlan, info)},
     {"limits", offsetof(LfPlan, limits)},
     {"processor", offsetof(LfPlan, processor)},
+    {"tracer", offsetof(LfPlan, tracer)},
     {"unset_status", offsetof(LfPlan, unset_status)},
     {"bounded_attributes", offsetof(LfPlan, bounded_attributes)},
     {"bounded_list", offsetof(LfPlan, bounded_list)},
@@ -234,8 +235,9 @@ plan_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
         }
         *plan_object(plan, i) = value;
     }
+    plan->epoch = epoch;
+    plan->calls_on_ending = plan_number(source, "calls_on_ending") > 0;
     plan->own_ids = plan_number(source, "own_ids") > 0;
-    plan->new_flags = (int)plan_number(source, "new_flags");
     plan->inherited_flags = (int)plan_number(source, "inherited_flags");
     plan->max_attributes = plan_number(source, "max_attributes");
     plan->max_length = plan_number(source, "max_length");
@@ -261,6 +263,10 @@ plan_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
     }
     if (!wrong && plan->open_spans != NULL && !Py_IS_TYPE(plan->open_spans, lf_open_spans_type)) {
         PyErr_SetString(PyExc_TypeError, "open_spans must be an OpenSpans");
+        wrong = 1;
+    }
+    if (!wrong && (plan->tracer == NULL || !PyObject_TypeCheck(plan->tracer, lf_tracer_type))) {
+        PyErr_SetString(PyExc_TypeError, "tracer must be a tracer");
         wrong = 1;
     }
     if (wrong) {
@@ -490,24 +496,21 @@ static PyObject *
 make_bounded(LfSpan *span)
 {
     if (span->bounded == NULL) {
-        PyObject *attributes = span->attributes == NULL ? PyDict_New() : Py_NewRef(span->attributes);
-        if (attributes == NULL) {
+        if (span->attributes == NULL && (span->attributes = PyDict_New()) == NULL) {
             return NULL;
         }
+        /* While Python makes it, another thread may set attributes in the same dict, or be faster. */
         PyObject *bounded =
-            PyObject_CallFunctionObjArgs(span->plan->bounded_attributes, span->plan->limits, attributes,
-                                         span->ended ? Py_True : Py_False, NULL);
+            PyObject_CallFunctionObjArgs(span->plan->bounded_attributes, span->plan->limits, span->attributes,
+                                         span->sdk_sets_attributes ? Py_True : Py_False, NULL);
         if (bounded == NULL) {
-            Py_DECREF(attributes);
             return NULL;
         }
-        if (span->bounded == NULL) { /* else another thread was faster */
+        if (span->bounded == NULL) {
             span->bounded = bounded;
-            Py_XSETREF(span->attributes, attributes);
         }
         else {
             Py_DECREF(bounded);
-            Py_DECREF(attributes);
         }
     }
     return Py_NewRef(span->bounded);
@@ -686,6 +689,7 @@ set_private(LfSpan *span, int what, PyObject *value)
         return 0;
     case P_ATTRIBUTES:
         Py_XSETREF(span->bounded, Py_NewRef(value));
+        span->sdk_sets_attributes = 1; /* it may have limits of its own */
         lf_span_follow_bounded(span);
         return 0;
     case P_EVENTS:
@@ -739,14 +743,15 @@ static int
 set_clean_attribute(LfSpan *span, PyObject *key, PyObject *value)
 {
     const LfPlan *plan = span->plan;
-    if (!PyUnicode_CheckExact(key) || PyUnicode_GET_LENGTH(key) == 0 || !is_clean(plan, value) || span->ended) {
+    if (!PyUnicode_CheckExact(key) || PyUnicode_GET_LENGTH(key) == 0 || !is_clean(plan, value) || span->ended ||
+        span->sdk_sets_attributes || plan->max_attributes == 0) {
         return 0;
     }
     if (LF_UNLIKELY(span->bounded != NULL)) {
         lf_span_follow_bounded(span);
     }
     if (span->attributes == NULL) {
-        if (span->bounded != NULL || plan->max_attributes == 0) {
+        if (span->bounded != NULL) {
             return 0;
         }
         span->attributes = PyDict_New();
@@ -849,7 +854,8 @@ span_set_attributes(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyO
         }
         Py_ssize_t present = span->attributes == NULL ? 0 : PyDict_GET_SIZE(span->attributes);
         Py_ssize_t most = span->plan->max_attributes;
-        if (clean && !span->ended && (span->attributes != NULL || span->bounded == NULL) && most != 0 &&
+        if (clean && !span->ended && !span->sdk_sets_attributes && most != 0 &&
+            (span->attributes != NULL || span->bounded == NULL) &&
             (most < 0 || present + PyDict_GET_SIZE(args[0]) <= most)) {
             position = 0;
             while (PyDict_Next(args[0], &position, &key, &value)) {
@@ -918,10 +924,49 @@ unlock_span(PyObject *lock)
     if (LF_LIKELY(lock == NULL)) {
         return 0;
     }
+    PyObject *type, *error, *traceback; /* there may be one already, which is to stay */
+    PyErr_Fetch(&type, &error, &traceback);
     PyObject *result = PyObject_CallMethod(lock, "release", NULL);
     Py_DECREF(lock);
+    if (type != NULL) {
+        PyErr_Clear();
+        PyErr_Restore(type, error, traceback);
+    }
     Py_XDECREF(result);
     return result == NULL ? -1 : 0;
+}
+
+/* Call the processors that there are now: some may have been added since the span began. */
+static int
+tell_ended(LfSpan *span)
+{
+    PyObject *replaced =
+        span->replaced == NULL ? NULL : PyDict_GetItemWithError(span->replaced, privates[P_PROCESSOR]);
+    if (LF_UNLIKELY(replaced != NULL || PyErr_Occurred())) {
+        PyObject *processors = replaced == NULL ? NULL : PyTuple_Pack(1, replaced);
+        int failed = processors == NULL || (span->plan->calls_on_ending &&
+                                            call_processors(processors, str_on_ending, (PyObject *)span) < 0) ||
+                     call_processors(processors, str_on_end, (PyObject *)span) < 0;
+        Py_XDECREF(processors);
+        return failed ? -1 : 0;
+    }
+    LfPlan *plan = span->plan;
+    if (LF_UNLIKELY(plan->epoch != epoch)) {
+        plan = lf_tracer_plan((LfTracer *)plan->tracer);
+        if (plan == NULL && PyErr_Occurred()) {
+            return -1;
+        }
+        if (plan == NULL || plan->processor != span->plan->processor) {
+            plan = span->plan; /* the tracer has been disabled */
+        }
+    }
+    Py_INCREF(plan);
+    int result = call_processors(plan->on_ending, str_on_ending, (PyObject *)span);
+    if (result == 0) {
+        result = call_processors(plan->on_end, str_on_end, (PyObject *)span);
+    }
+    Py_DECREF(plan);
+    return result;
 }
 
 int
@@ -947,23 +992,18 @@ lf_span_end(LfSpan *span, PyObject *end_time)
         unlock_span(lock);
         return -1;
     }
-    int failed = span->bounded != NULL && span->bounded != Py_None &&
-                 PyObject_SetAttrString(span->bounded, "_immutable", Py_True) < 0;
+    span->sdk_sets_attributes = 1; /* and refuses to, whatever is done to the end time */
+    int failed = span->bounded != NULL && PyObject_SetAttrString(span->bounded, "_immutable", Py_True) < 0;
     if (unlock_span(lock) < 0 || failed) {
         return -1;
     }
-    LfPlan *plan = (LfPlan *)Py_NewRef(span->plan);
     Py_INCREF(span);
     if (span->is_open) {
-        open_spans_take((LfOpenSpans *)plan->open_spans, span);
+        open_spans_take((LfOpenSpans *)span->plan->open_spans, span);
         Py_DECREF(span);
     }
-    int result = call_processors(plan->on_ending, str_on_ending, (PyObject *)span);
-    if (result == 0) {
-        result = call_processors(plan->on_end, str_on_end, (PyObject *)span);
-    }
+    int result = tell_ended(span);
     Py_DECREF(span);
-    Py_DECREF(plan);
     return result;
 }
 
@@ -1104,7 +1144,7 @@ lf_context_with(PyObject *outer, PyObject *span)
     if (context == NULL) {
         return NULL;
     }
-    Py_ssize_t others = PyDict_GET_SIZE(outer);
+    Py_ssize_t others = LF_LIKELY(PyDict_Check(outer)) ? PyDict_GET_SIZE(outer) : PY_SSIZE_T_MAX;
     int failed = 0;
     if (LF_UNLIKELY(others > 1)) {
         failed = PyDict_Update(context, outer) < 0;
@@ -1167,22 +1207,33 @@ static int
 find_parent(Parent *parent, PyObject *context, PyTypeObject *ours_type)
 {
     memset(parent, 0, sizeof(*parent));
-    PyObject *span = PyDict_GetItemWithError(context, lf_api.span_key);
-    if (span == NULL) {
+    PyObject *span = NULL;
+    if (LF_LIKELY(PyDict_Check(context))) {
+        span = Py_XNewRef(PyDict_GetItemWithError(context, lf_api.span_key));
+    }
+    else { /* somebody has attached something else */
+        span = PyObject_CallMethod(context, "get", "O", lf_api.span_key);
+    }
+    if (span == NULL || span == Py_None) {
+        Py_XDECREF(span);
         return PyErr_Occurred() ? -1 : 0;
     }
     if ((Py_IS_TYPE(span, ours_type) || lf_is_span(span)) && ((LfSpan *)span)->replaced == NULL) {
         const LfSpan *ours = (LfSpan *)span;
-        parent->there = 1;
+        parent->there = (ours->trace_high | ours->trace_low) != 0 && ours->id != 0;
+        if (!parent->there) {
+            Py_DECREF(span);
+            return 0;
+        }
         parent->trace_high = ours->trace_high;
         parent->trace_low = ours->trace_low;
         parent->id = ours->id;
         parent->flags = ours->flags;
         parent->trace_state = Py_XNewRef(ours->trace_state);
+        Py_DECREF(span);
         return 0;
     }
     PyObject *span_context;
-    Py_INCREF(span);
     if (Py_IS_TYPE(span, lf_api.non_recording_span)) {
         span_context = PyObject_GetAttr(span, str_context);
     }
@@ -1230,6 +1281,19 @@ draw_span_id(const LfPlan *plan, uint64_t *span_id)
     int failed = id == NULL || id_halves(id, &unused, span_id) < 0;
     Py_XDECREF(id);
     return failed ? -1 : 0;
+}
+
+/* The flags of a root span, beside LF_SAMPLED; -1 with an exception. */
+static int
+new_flags(const LfPlan *plan)
+{
+    if (plan->own_ids || plan->inherited_flags == 0) {
+        return plan->inherited_flags; /* our own ids are random */
+    }
+    PyObject *answer = PyObject_CallMethod(plan->id_generator, "is_trace_id_random", NULL);
+    int random = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    return random <= 0 ? random : LF_RANDOM_ID;
 }
 
 typedef struct {
@@ -1309,13 +1373,19 @@ decide(const LfPlan *plan, const LfStart *start, const Parent *parent, Decision 
 static int
 first_attributes(LfSpan *span, PyObject *attributes)
 {
-    int given = attributes == NULL || attributes == Py_None ? 0 : PyObject_IsTrue(attributes);
-    if (given <= 0) {
-        return given;
+    if (attributes == NULL || attributes == Py_None) {
+        return 0;
     }
-    PyObject *result = span_set_attributes((PyObject *)span, &attributes, 1, NULL);
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
+    /* As in the SDK, what is no mapping is an error. */
+    PyObject *mapping = PyDict_CheckExact(attributes) ? Py_NewRef(attributes) : PyDictProxy_New(attributes);
+    int given = mapping == NULL ? -1 : PyObject_IsTrue(mapping);
+    if (given > 0) {
+        PyObject *result = span_set_attributes((PyObject *)span, &mapping, 1, NULL);
+        given = result == NULL ? -1 : 0;
+        Py_XDECREF(result);
+    }
+    Py_XDECREF(mapping);
+    return given;
 }
 
 static int
@@ -1391,7 +1461,10 @@ lf_span_start(LfPlan *plan, const LfStart *start)
         goto done;
     }
     int flags = (decision.sampled ? LF_SAMPLED : 0) |
-                (parent.there ? parent.flags & plan->inherited_flags : plan->new_flags);
+                (parent.there ? parent.flags & plan->inherited_flags : new_flags(plan));
+    if (flags < 0) {
+        goto done;
+    }
     if (!decision.recording) {
         span = (LfSpan *)non_recording(&parent, id, flags, decision.trace_state);
         goto done;

@@ -44,8 +44,9 @@ typedef struct {
     PyObject *sampler;
     PyObject *id_generator;
     int own_ids;        /* ids are drawn here; otherwise by the id generator */
-    int new_flags;      /* of a root span, beside LF_SAMPLED */
-    int inherited_flags; /* those that a child has from its parent */
+    int inherited_flags; /* those that a child has from its parent; 0 with an SDK that does not know the random flag */
+    int calls_on_ending; /* whether the SDK does */
+    uint64_t epoch;      /* in which it was made */
     Py_ssize_t max_attributes; /* -1: no limit */
     Py_ssize_t max_length;     /* of a str value; -1: no limit */
     PyObject *on_start;        /* tuples of the processors whose method of that name has something to do */
@@ -59,6 +60,7 @@ typedef struct {
     PyObject *info;
     PyObject *limits;
     PyObject *processor;
+    PyObject *tracer;
     PyObject *unset_status;
     PyObject *bounded_attributes; /* called as (limits, dict, immutable) */
     PyObject *bounded_list;       /* called as (limits, name of the limit) */
@@ -104,6 +106,7 @@ typedef struct LfSpan {
     uint8_t is_open; /* in the list of open spans */
     uint8_t record_exception;
     uint8_t set_status_on_exception;
+    uint8_t sdk_sets_attributes; /* and not C: attributes are not under the plan's limits, or frozen */
 } LfSpan;
 
 /* The spans of a provider that have started and not ended. */

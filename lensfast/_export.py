@@ -14,7 +14,6 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -35,6 +34,7 @@ from opentelemetry.trace import (
 )
 
 from ._backend import compiled
+from ._otlp import encode
 
 logger = logging.getLogger("lensfast.providers")
 
@@ -60,36 +60,19 @@ class SpanStats:
 
 
 class EncodedSpans:
-    """A batch as an exporter gets it: a request that is encoded, and what is to be encoded by the stock encoder.
+    """A batch as an exporter gets it: so many spans, encoded as one request. Stands for a sequence of them."""
 
-    Stands for a sequence of spans; it shows only those that are not encoded.
-    """
-
-    def __init__(self, request: bytes, odd: list[Any], count: int) -> None:
+    def __init__(self, request: bytes, count: int) -> None:
         self.request = request
-        self.odd = odd
         self.count = count
 
     def __len__(self) -> int:
         return self.count
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.odd)
-
-    def keep(self, odd: list[Any]) -> EncodedSpans:
-        """The same with only those of the spans that are not encoded."""
-        return EncodedSpans(self.request, odd, self.count - len(self.odd) + len(odd))
-
-    def whole(self) -> bytes:
-        """The request. Two of them, one after the other, are one."""
-        if not self.odd:
-            return self.request
-        encoder = importlib.import_module("opentelemetry.exporter.otlp.proto.common.trace_encoder")
-        return self.request + bytes(encoder.encode_spans(self.odd).SerializeToString())
-
     # As of the message that the HTTP exporter asks for its bytes.
     def SerializeToString(self) -> bytes:  # noqa: N802
-        return self.whole()
+        """The request."""
+        return self.request
 
     SerializePartialToString = SerializeToString
 
@@ -112,10 +95,10 @@ def pass_encoded(exporter: Any) -> bool:
         ).ExportTraceServiceRequest
 
     def encode_spans(spans: Any) -> Any:
-        if not isinstance(spans, EncodedSpans):
+        if not hasattr(spans, "request"):  # not by the class: this may outlive a first import of lensfast
             return stock(spans)
         # gRPC's stub takes messages only. Protobuf's C code parses one in a fraction of a microsecond a span.
-        return spans if message is None else message.FromString(spans.whole())
+        return spans if message is None else message.FromString(spans.request)
 
     encode_spans.passes_encoded = True  # type: ignore[attr-defined]
     module.encode_spans = encode_spans  # type: ignore[attr-defined]
@@ -152,8 +135,7 @@ def can_encode() -> bool:
     provider = _native.TracerProvider(sampler=ALWAYS_ON, shutdown_on_exit=False)
     provider.add_span_processor(Collect())
     sink = compiled.Sink(print, max_spans=1, max_bytes=1, batch_spans=1, batch_bytes=1)
-    provider.add_span_processor(_Probe(sink))
-    tracer = provider.get_tracer("lensfast.probe", "1", "https://lensfast.invalid/schema")
+    tracer = provider.get_tracer("lensfast.probe")
     remote = NonRecordingSpan(SpanContext(2**127 + 1, 2**63 + 1, True, TraceFlags(1)))
     values: dict[str, Any] = {
         "text": "\u00e9",
@@ -169,18 +151,17 @@ def can_encode() -> bool:
         span.set_status(StatusCode.ERROR, "failed")
         tracer.start_span("", set_span_in_context(span), start_time=2).end(3)
         span.end(4)
+
+    def only_span(request: Any) -> Any:
+        return request.resource_spans[0].scope_spans[0].spans[0]
+
     message = type(encoder.encode_spans([]))
-    differs = [span for span in spans if message.FromString(sink.encode(span) or b"") != encoder.encode_spans([span])]
-    if differs:
-        logger.info("the OTLP encoder that is installed is not known: spans are encoded by it, not in C")
-    return not differs
-
-
-class _Probe(SpanProcessor):
-    """Makes the provider's plans have what is around encoded spans."""
-
-    def __init__(self, sink: Any) -> None:
-        self.sink = sink
+    for span in spans:
+        encoded = sink.encode(span)
+        if encoded is None or only_span(message.FromString(encoded)) != only_span(encoder.encode_spans([span])):
+            logger.info("the OTLP encoder that is installed is not known: spans are encoded by it, not in C")
+            return False
+    return True
 
 
 def report_as_metrics(meter_provider: Any, processor: Any) -> None:
@@ -235,8 +216,7 @@ class EncodingSpanProcessor(SpanProcessor):
         # Its put() may be interrupted by a signal handler that ends a span, too: an Event's set() may not.
         self._requests: SimpleQueue[Any] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._exporting = threading.Lock()
-        self._in_hand = 0
+        self._exporting = threading.RLock()  # an exporter may flush
         self._exported = 0
         self._failed = 0
         self._stopped = False
@@ -299,20 +279,24 @@ class EncodingSpanProcessor(SpanProcessor):
         """Hand the full batches to the exporter, or all there is."""
         with self._exporting:
             while not self._stopped and (taken := self.sink.take(everything)) is not None:
-                batch = EncodedSpans(*taken)
-                self._in_hand = len(batch)
+                request, odd, count = taken
                 result = None
                 token = attach(set_value(_SUPPRESS_INSTRUMENTATION_KEY, True))
                 try:
-                    result = self._exporter.export(batch)
+                    if odd:
+                        encoded, sendable = encode(odd)
+                        request += encoded  # two requests, one after the other, are one
+                        count -= len(odd) - len(sendable)
+                        self._failed += len(odd) - len(sendable)
+                    if count:
+                        result = self._exporter.export(EncodedSpans(request, count))
                 except Exception:
                     logger.exception("the exporter of spans raised")
                 finally:
                     detach(token)
-                    exported = len(batch) if result is SpanExportResult.SUCCESS else 0
+                    exported = count if result is SpanExportResult.SUCCESS else 0
                     self._exported += exported
-                    self._failed += self._in_hand - exported
-                    self._in_hand = 0
+                    self._failed += count - exported
 
     def on_start(self, span: Any, parent_context: Any = None) -> None:
         """Nothing to do."""
@@ -355,14 +339,10 @@ class EncodingSpanProcessor(SpanProcessor):
 
     def stats(self) -> SpanStats:
         """The counts, as of now."""
-        sink = self.sink
-        return SpanStats(
-            ended=sink.accepted + sink.dropped,
-            queued=sink.waiting + self._in_hand,
-            exported=self._exported,
-            failed=self._failed,
-            dropped=sink.dropped,
-        )
+        # In this order, for spans end and are sent meanwhile: what has left the queue has been taken in.
+        exported, failed, dropped = self._exported, self._failed, self.sink.dropped
+        accepted = self.sink.accepted
+        return SpanStats(accepted + dropped, accepted - exported - failed, exported, failed, dropped)
 
 
 class CountingSpanProcessor(BatchSpanProcessor):
@@ -370,8 +350,9 @@ class CountingSpanProcessor(BatchSpanProcessor):
 
     def __init__(self, exporter: Any) -> None:
         super().__init__(exporter)
+        self._may_drop = False
         self._counts = {"ended": 0, "handed": 0, "exported": 0, "in_hand": 0}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         original = exporter.export
 
         def export(spans: Any, *args: Any, **kwargs: Any) -> Any:
@@ -379,13 +360,15 @@ class CountingSpanProcessor(BatchSpanProcessor):
                 self._counts["handed"] += len(spans)
                 self._counts["in_hand"] += len(spans)
             result = None
+            left_out = -getattr(exporter, "unencodable", 0)
             try:
                 result = original(spans, *args, **kwargs)
                 return result
             finally:
+                left_out += getattr(exporter, "unencodable", 0)
                 with self._lock:
                     self._counts["in_hand"] -= len(spans)
-                    self._counts["exported"] += len(spans) if result is SpanExportResult.SUCCESS else 0
+                    self._counts["exported"] += len(spans) - left_out if result is SpanExportResult.SUCCESS else 0
 
         with contextlib.suppress(AttributeError):  # an exporter with slots is not counted
             exporter.export = export
@@ -394,22 +377,39 @@ class CountingSpanProcessor(BatchSpanProcessor):
             os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
 
     def _forget(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._counts = dict.fromkeys(self._counts, 0)
+        self._may_drop = False
 
     def on_end(self, span: ReadableSpan) -> None:
         if span.context is not None and span.context.trace_flags.sampled:
+            queue = self._waiting()
             with self._lock:
                 self._counts["ended"] += 1
+                self._may_drop |= len(queue) == queue.maxlen
         super().on_end(span)
 
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        """Send what waits; what ends from now on is dropped."""
+        try:
+            super().shutdown(*args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            self._may_drop = True
+
+    def _waiting(self) -> Any:
+        inner = getattr(self, "_batch_processor", None)  # newer SDKs have the queue in there
+        return vars(self)["queue"] if inner is None else inner._queue
+
     def stats(self) -> SpanStats:
-        """The counts, as of now. Exact while no span ends and none is sent."""
-        inner = getattr(self, "_batch_processor", None)
-        queue = getattr(self, "queue", ()) if inner is None else inner._queue
+        """The counts, as of now.
+
+        Once spans may have been dropped, some on their way to the queue or out of it may count as dropped for a moment.
+        """
         with self._lock:
             ended, handed, exported, in_hand = self._counts.values()
-        waiting = min(len(queue), ended - handed)
+            waiting = ended - handed
+            if self._may_drop:
+                waiting = min(len(self._waiting()), waiting)
         return SpanStats(
             ended=ended,
             queued=waiting + in_hand,

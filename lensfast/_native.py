@@ -10,8 +10,10 @@ Those private names are why an SDK that is not known gets its own spans: see why
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,10 +68,18 @@ _SpanBase: Any = _NoBase if compiled is None else compiled.SpanBase
 _TracerBase: Any = _NoBase if compiled is None else compiled.TracerBase
 
 
-class _Span(_SpanBase, sdk.Span):  # type: ignore[misc]
+class _Span(_SpanBase, sdk._Span):  # type: ignore[misc]
     """A span whose start, end and attributes are in C. Made by a tracer only."""
 
     __slots__ = ()
+
+    # What processors and exporters get of the SDK is a readable copy; those that redact copy that again.
+
+    def __copy__(self) -> sdk.ReadableSpan:
+        return self._readable_span()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> sdk.ReadableSpan:
+        return copy.deepcopy(self._readable_span(), memo)
 
 
 class Tracer(_TracerBase, sdk.Tracer):  # type: ignore[misc]
@@ -108,17 +118,17 @@ class _Processors(sdk.SynchronousMultiSpanProcessor):
         compiled.outdate_plans()
 
 
+_ACTIVE_SPAN_PROCESSOR = 3  # its place among the arguments of TracerProvider
+
+
 class TracerProvider(sdk.TracerProvider):
     """The SDK's TracerProvider, with the same arguments, whose tracers make native spans."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if len(args) <= _ACTIVE_SPAN_PROCESSOR and not kwargs.get("active_span_processor"):
+            kwargs["active_span_processor"] = _Processors()  # type: ignore[no-untyped-call]
         super().__init__(*args, **kwargs)
         self._native_tracers: dict[Any, Tracer] = {}
-        if type(self._active_span_processor) is sdk.SynchronousMultiSpanProcessor:
-            given = self._active_span_processor
-            self._active_span_processor = _Processors()  # type: ignore[no-untyped-call]
-            for processor in given._span_processors:
-                self._active_span_processor.add_span_processor(processor)
 
     def get_tracer(self, *args: Any, **kwargs: Any) -> trace_api.Tracer:
         tracer = super().get_tracer(*args, **kwargs)
@@ -138,51 +148,51 @@ class TracerProvider(sdk.TracerProvider):
 
 def _plan(tracer: Tracer) -> SimpleNamespace:
     """What compiled.Plan is made from."""
+    from ._export import EncodingSpanProcessor, encoded_frame
+    from .providers import _OpenSpanCloser as OpenSpanCloser
+    from .providers import _ScopedSpanAttributes as ScopedSpanAttributes
+
     processors = tracer.span_processor
     each: tuple[Any, ...] = (processors,)
     if type(processors) is _Processors:
         each = processors._span_processors
-    open_spans = next((processor.open_spans for processor in each if hasattr(processor, "open_spans")), None)
-    sinks = {id(processor): processor.sink for processor in each if hasattr(processor, "sink")}
+    closers = [processor for processor in each if isinstance(processor, OpenSpanCloser)]
+    scoped = [processor for processor in each if isinstance(processor, ScopedSpanAttributes)]
+    sinks = {id(processor): processor.sink for processor in each if isinstance(processor, EncodingSpanProcessor)}
     limits = tracer._span_limits
-    random = getattr(tracer.id_generator, "is_trace_id_random", None)
-    marks_random = hasattr(IdGenerator, "is_trace_id_random")
     resource_head, resource_tail, scope_head, scope_tail = b"", b"", b"", b""
     if sinks:
-        from ._export import encoded_frame
-
-        resource_head, resource_tail, scope_head, scope_tail = encoded_frame(
-            tracer.resource, tracer._instrumentation_scope
-        )
+        # Where it can't be encoded, no span of the tracer can: each is tried by the stock encoder, and counted.
+        with suppress(Exception):
+            resource_head, resource_tail, scope_head, scope_tail = encoded_frame(
+                tracer.resource, tracer._instrumentation_scope
+            )
     return SimpleNamespace(
         span_type=_Span,
         sampler=tracer.sampler,
         rules=_rules(tracer.sampler),
         id_generator=tracer.id_generator,
         own_ids=vars(type(tracer.id_generator)).get("drawn_in_c", False),
-        new_flags=_RANDOM_TRACE_ID if marks_random and random is not None and random() else 0,
-        inherited_flags=_RANDOM_TRACE_ID if marks_random else 0,
-        max_attributes=limits.max_span_attributes,
-        max_length=limits.max_span_attribute_length,
-        on_start=tuple(
-            processor
-            for processor in each
-            if _does(processor, "on_start") and not (open_spans is not None and hasattr(processor, "open_spans"))
-        ),
+        inherited_flags=_RANDOM_TRACE_ID if hasattr(IdGenerator, "is_trace_id_random") else 0,
+        calls_on_ending=hasattr(sdk.SpanProcessor, "_on_ending"),
+        max_attributes=_c_limit(limits.max_span_attributes),
+        max_length=_c_limit(limits.max_span_attribute_length),
+        on_start=tuple(processor for processor in each if _does(processor, "on_start") and processor not in closers),
         on_ending=tuple(processor for processor in each if _does(processor, "_on_ending")),
         on_end=tuple(
             sinks.get(id(processor), processor)
             for processor in each
-            if _does(processor, "on_end") and not (open_spans is not None and hasattr(processor, "open_spans"))
+            if _does(processor, "on_end") and processor not in closers
         ),
-        scoped=next((processor for processor in each if hasattr(processor, "only_scoped_attributes")), None),
+        scoped=scoped[0] if scoped else None,
         scoped_variable=_scoped_attributes,
-        open_spans=open_spans,
+        open_spans=closers[0].open_spans if closers else None,
         resource=tracer.resource,
         scope=tracer._instrumentation_scope,
         info=tracer.instrumentation_info,
         limits=limits,
         processor=processors,
+        tracer=tracer,
         unset_status=_UNSET,
         bounded_attributes=_bounded_attributes,
         bounded_list=_bounded_list,
@@ -206,13 +216,17 @@ _IDLE = {
 
 
 def _does(processor: Any, method: str) -> bool:
-    """Whether a processor's method has something to do. `_on_ending` is one that older SDKs do not call."""
-    if method == "_on_ending" and not hasattr(sdk.SpanProcessor, method):
+    """Whether a processor's method may have something to do. `_on_ending` is one that older SDKs do not call."""
+    if method == "_on_ending" and not (hasattr(sdk.SpanProcessor, method) and hasattr(processor, method)):
         return False
     if method in getattr(processor, "__dict__", ()):
         return True
-    function = getattr(type(processor), method, None)
-    return function is not None and function not in _IDLE and not getattr(function, "does_nothing", False)
+    function = getattr(type(processor), method, None)  # None: of a proxy or a mock
+    return function is None or not (function in _IDLE or getattr(function, "does_nothing", False) is True)
+
+
+def _c_limit(limit: int | None) -> int | None:
+    return None if limit is None else min(limit, 2**62)
 
 
 _ON_OR_OFF = {sampling.StaticSampler, sampling._AlwaysOn, sampling._AlwaysOff}

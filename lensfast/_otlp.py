@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -153,21 +153,18 @@ def _report_outages(exporter: Any, transport: str, signal: str, what: str) -> An
             # First, before the SDK's own filter drops what it takes for a repetition.
             module_logger.filters.insert(0, _chatter)
     original = exporter.export
+    exporter.unencodable = 0  # spans that were left out of exports
     endpoint = getattr(exporter, "_endpoint", None) or "its endpoint"
     collector = _collectors[what] = urlsplit(endpoint).netloc or endpoint
     _reconnect_after_fork(exporter)
 
     def export(batch: Any, *args: Any, **kwargs: Any) -> Any:
         result, reason = _chatter.listen(original, batch, *args, **kwargs)
-        if getattr(result, "name", "") != "SUCCESS" and signal == "traces":
-            sendable = _chatter.listen(_encodable, batch)[0]
+        if getattr(result, "name", "") != "SUCCESS" and isinstance(batch, list | tuple) and signal == "traces":
+            sendable = encode(batch)[1]
             if len(sendable) < len(batch):
-                logger.warning(
-                    "%d of %d spans can't be encoded as OTLP and are dropped, such as %r (%s)",
-                    len(batch) - len(sendable), len(batch),
-                    next(span.name for span in batch if span not in list(sendable)), reason,
-                )  # fmt: skip
-                if len(sendable) == 0:
+                exporter.unencodable += len(batch) - len(sendable)
+                if not sendable:
                     return result
                 result, reason = _chatter.listen(original, sendable)
         if getattr(result, "name", "") == "SUCCESS":
@@ -212,6 +209,15 @@ def report_undelivered(whats: list[str], timeout_ms: int) -> None:
 
 def _reconnect_after_fork(exporter: Any) -> None:
     """A forked child that wrote into its parent's HTTP connections would garble both processes' requests."""
+    if hasattr(os, "register_at_fork") and hasattr(exporter, "_export_lock"):
+        # Older exporters for gRPC hold this while they send.
+        this_exporter = weakref.ref(exporter)
+
+        def unlock() -> None:
+            if (present := this_exporter()) is not None:
+                present._export_lock = threading.Lock()
+
+        os.register_at_fork(after_in_child=unlock)
     client = getattr(exporter, "_client", None)
     session = getattr(exporter, "_session", None) or getattr(getattr(client, "_transport", None), "_session", None)
     if session is None or not hasattr(os, "register_at_fork"):
@@ -228,19 +234,25 @@ def _reconnect_after_fork(exporter: Any) -> None:
     os.register_at_fork(after_in_child=reconnect)
 
 
-def _encodable(spans: Any) -> Any:
-    """Those of `spans` that OTLP can carry; a name with a lone surrogate, for example, would cost the whole batch."""
-    try:
-        from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-    except ImportError:
-        return list(spans)
+def encode(spans: Sequence[Any]) -> tuple[bytes, list[Any]]:
+    """A request of those of `spans` that OTLP can carry, and which they are, by the stock encoder.
 
-    def encodes(batch: Any) -> bool:
-        try:
-            encode_spans(list(batch))
-        except Exception:
-            return False
-        return True
+    A name with a lone surrogate, for example, would cost the whole batch. What is left out is logged.
+    """
+    encoder = importlib.import_module("opentelemetry.exporter.otlp.proto.common.trace_encoder")
 
-    kept = list(spans) if encodes(spans) else [span for span in spans if encodes([span])]
-    return spans.keep(kept) if hasattr(spans, "keep") else kept
+    def encoded(batch: Sequence[Any]) -> tuple[bytes | None, str]:
+        return _chatter.listen(lambda: encoder.encode_spans(batch).SerializeToString())
+
+    request, reason = encoded(spans)
+    if request is not None:
+        return request, list(spans)
+    one_by_one = [(span, encoded([span])[0]) for span in spans]
+    sendable = [span for span, alone in one_by_one if alone is not None]
+    logger.warning(
+        "%d of %d spans can't be encoded as OTLP and are dropped, such as %r (%s)",
+        len(spans) - len(sendable), len(spans), next((span.name for span, alone in one_by_one if alone is None), ""),
+        reason,
+    )  # fmt: skip
+    # Requests, one after the other, are one.
+    return b"".join(alone for _, alone in one_by_one if alone is not None), sendable

@@ -72,8 +72,6 @@ class SeedIndependentIdGenerator:
 class _ScopedSpanAttributes:
     """Span processor: gives new spans the attributes of the enclosing span_attributes() blocks."""
 
-    only_scoped_attributes = True  # native spans need not call it outside of such blocks
-
     def on_start(self, span: Any, parent_context: Context | None = None) -> None:
         scoped = _scoped_attributes.get()
         if scoped:
@@ -106,14 +104,14 @@ class _OpenSpanCloser:
         self._open: dict[int, Any] = {}
         # Native spans enter and leave this by themselves.
         self.open_spans = None if compiled is None else compiled.OpenSpans()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler or a finalizer may make a span in the middle of this
         self._closed = False
         if hasattr(os, "register_at_fork"):
             forget = weakref.WeakMethod(self._forget)
             os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
 
     def _forget(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._open = {}
         if self.open_spans is not None:
             self.open_spans.forget()

@@ -229,7 +229,7 @@ def test_report(cli: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def cost_rows(text: str) -> dict[str, list[str]]:
-    rows = text[text.index("call site") :].splitlines()
+    rows = text[text.index("\ncall site") :].splitlines()
     return {cells[0]: cells[1:] for row in rows if len(cells := re.split(r"  +", row)) > 2}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -42,6 +43,8 @@ SPECS = {
     "activation_offload,data_loading,inference": {"activation_offload", "data_loading", "inference"},
     "": set(),
 }
+
+SITE_KINDS = ("managed_span", "managed_span_dict", "trace_fn", "is_span_group_enabled")
 
 # What the loop computes itself: the tree is compared without the values, which have tests of their own.
 FLOAT = "a finite float"
@@ -321,6 +324,126 @@ def test_calls_per_step_of_a_large_model(lensfast: ModuleType) -> None:
     assert calls["managed_span"] == 12_288
     assert calls["managed_span_dict"] == 6_144 + 1
     assert calls["trace_fn"] == 128 + 6
+
+
+@pytest.mark.parametrize("spec", ["all", "per_step", "layer", "microbatch,optimizer", "default"])
+def test_enabled_calls_per_step(lensfast: ModuleType, monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
+    demo = lensfast.demo
+    layers, microbatches = 2, 3
+    set_in: list[str] = []
+
+    def safe_set_span_attributes(span: Any, attributes: Any) -> None:
+        set_in.append(span.name)
+        lensfast.safe_set_span_attributes(span, attributes)
+
+    monkeypatch.setattr(demo, "safe_set_span_attributes", safe_set_span_attributes)
+    _, spans = train(lensfast, spec, steps=1, microbatches=microbatches, layers=layers)
+    calls = demo.enabled_calls_per_step(layers, microbatches, frozenset(SPECS.get(spec, set(spec.split(",")))))
+    assert calls.keys() == demo.ENABLED_SITES.keys()
+    kinds = {
+        "managed_span": {"megatron.layer.self_attention", "megatron.layer.mlp"},
+        "managed_span_dict": {"megatron.train_step", "megatron.layer.forward"},
+        "trace_fn": {name for name in demo.GROUP_OF_SPAN if name.startswith(("megatron.p2p", "megatron.grad_sync"))}
+        | {"megatron.microbatch.forward", "megatron.microbatch.backward"},
+        "span_cm": {"megatron.forward_backward", "megatron.optimizer_step"},
+    }
+    for kind, names in kinds.items():
+        assert calls[kind] == sum(span.name in names for span in spans), kind
+    outside = {"megatron.pretrain", "megatron.train", "megatron.evaluate"}
+    assert calls["set_attributes"] == sum(name not in outside for name in set_in)
+
+
+def test_enabled_sites_are_measured_apart_from_the_demos_own_spans(
+    lensfast: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    class Native(lensfast._native.TracerProvider):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(type(self.get_tracer("any").start_span("any")).__module__)
+
+    monkeypatch.setattr(lensfast._native, "TracerProvider", Native)
+    telemetry, memory = lensfast.demo.set_up("all", "memory")
+    lensfast.demo.run(lensfast.demo.Options(steps=1), telemetry)
+    spans = memory.get_finished_spans()
+    made.clear()
+    provider = trace.get_tracer_provider()
+    costs, reason = lensfast.demo.enabled_site_costs(rounds=1, calls=2)
+    assert trace.get_tracer_provider() is provider
+    assert trace.get_current_span() is trace.INVALID_SPAN
+    assert memory.get_finished_spans() == spans
+    assert lensfast.enabled_span_groups() == frozenset()
+    assert all(cost.keys() == lensfast.demo.ENABLED_SITES.keys() for cost in costs)
+    assert all(nanoseconds >= 0 for cost in costs for nanoseconds in cost.values())
+    if lensfast.backend == "c":
+        assert (len(costs), reason) == (2, None)
+        assert set(made) == {"lensfast._native"}
+    else:
+        assert (len(costs), reason) == (1, lensfast._backend.backend_reason)
+        assert made == []
+
+
+def test_enabled_sites_without_the_exporters(lensfast: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.common.trace_encoder", None)
+    costs, _ = lensfast.demo.enabled_site_costs(rounds=1, calls=1)
+    assert len(costs) == 1 + (lensfast.backend == "c")
+
+
+def enabled_rows(text: str) -> dict[str, list[str]]:
+    table = text.partition("Cost of enabled sites, to the thread that passes them\n")[2].partition("\n\n")[0]
+    return {cells[0]: cells[1:] for line in table.splitlines() if len(cells := re.split(r"  +", line)) > 1}
+
+
+def fake_costs(monkeypatch: pytest.MonkeyPatch, demo: ModuleType, reason: str | None) -> None:
+    sdk = dict(zip(demo.ENABLED_SITES, (10_000.0, 20_000.0, 8_000.0, 5_000.0, 1_000.0), strict=True))
+    native = dict(zip(demo.ENABLED_SITES, (500.0, 1_000.0, 400.0, 0.0, 500.0), strict=True))
+    monkeypatch.setattr(demo, "enabled_site_costs", lambda: ([sdk] if reason else [sdk, native], reason))
+
+
+def test_report_of_enabled_sites(
+    lensfast: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_costs(monkeypatch, lensfast.demo, None)
+    monkeypatch.setattr(lensfast.cli, "site_costs", lambda libraries: [dict.fromkeys(SITE_KINDS, 1.0)] * len(libraries))
+    assert lensfast.cli.main(["demo", "--steps", "1", "--layers", "2", "--microbatches", "3"]) == 0
+    # Of 2 layers x 3 microbatches: 12 * 10 + 7 * 20 + 12 * 8 + 2 * 5 + 5 * 1 us, and 12 * 500 + ... ns.
+    assert enabled_rows(capsys.readouterr().out) == {
+        "site": ["in 2x3", "in 96x64", "SDK spans", "native spans", "ratio"],
+        "managed_span(g, name)": ["12", "12,288", "10.0 us", "500 ns", "20.0x"],
+        "managed_span(g, name, **{k: n})": ["7", "6,145", "20.0 us", "1.00 us", "20.0x"],
+        "@trace_fn, over a plain call": ["12", "134", "8.00 us", "400 ns", "20.0x"],
+        "span_cm(name, **{k: n})": ["2", "2", "5.00 us", "0 ns", "-"],
+        "safe_set_span_attributes(s, {k: n})": ["5", "66", "1.00 us", "500 ns", "2.0x"],
+        "one step, 2x3": ["38", "371 us", "20.3 us", "18.3x"],
+        "one step, 96x64": ["18,635", "247 ms", "12.4 ms", "20.0x"],
+    }
+
+
+def test_report_of_enabled_sites_says_why_there_are_no_native_spans(
+    lensfast: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_costs(monkeypatch, lensfast.demo, "the moon is full")
+    monkeypatch.setattr(lensfast.cli, "site_costs", lambda libraries: [dict.fromkeys(SITE_KINDS, 1.0)] * len(libraries))
+    assert lensfast.cli.main(["demo", "--steps", "1", "--span-groups", "step"]) == 0
+    text = capsys.readouterr().out
+    assert enabled_rows(text) == {
+        "site": ["in 4x4", "in 96x64", "SDK spans"],
+        "managed_span(g, name, **{k: n})": ["1", "1", "20.0 us"],
+        "safe_set_span_attributes(s, {k: n})": ["1", "1", "1.00 us"],
+        "one step, 4x4": ["2", "21.0 us"],
+        "one step, 96x64": ["2", "21.0 us"],
+    }
+    assert "no native spans here: the moon is full\n" in text
+
+
+def test_no_report_of_enabled_sites_without_one_in_the_step(
+    lensfast: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lensfast.demo, "enabled_site_costs", lambda: pytest.fail("there is nothing to measure"))
+    monkeypatch.setattr(lensfast.cli, "site_costs", lambda libraries: [dict.fromkeys(SITE_KINDS, 1.0)] * len(libraries))
+    assert lensfast.cli.main(["demo", "--steps", "1", "--span-groups", "default"]) == 0
+    assert "Cost of enabled sites" not in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -67,7 +68,8 @@ class ScriptedExporter:
 
 def trace_bytes(spans):
     """The request that a batch stands for, whichever form it has."""
-    return spans.whole() if hasattr(spans, "whole") else trace_encoder.encode_spans(spans).SerializeToString()
+    is_message = hasattr(spans, "SerializeToString")
+    return (spans if is_message else trace_encoder.encode_spans(spans)).SerializeToString()
 
 
 def spans_of(requests):
@@ -132,6 +134,15 @@ def messages(caplog, level=logging.WARNING):
     return [record.getMessage() for record in caplog.records if record.levelno >= level]
 
 
+def own_messages(caplog):
+    """Without what the SDK adds in some versions."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and record.name.startswith("lensfast")
+    ]
+
+
 def is_native(lensfast):
     return lensfast.backend == "c"
 
@@ -141,8 +152,8 @@ def is_native(lensfast):
 
 def run_mixed(lensfast, handle):
     """Spans that C encodes and spans that it does not, of several scopes; returns how many were sampled."""
-    other = lensfast.get_tracer("app.other", "2.1")
-    with lensfast.managed_span("job", "outer", iterations=4, rate=0.5, names=("a", "b"), text="größe") as outer:
+    other = trace.get_tracer("app.other", "2.1")
+    with lensfast.managed_span("job", "outer", iterations=4, rate=0.5, names=("a", "b"), model="größe") as outer:
         first = outer.get_span_context()
         with other.start_as_current_span("linked", kind=SpanKind.SERVER, links=[Link(first, {"why": "so"})]):
             handle.tracer.start_span("plain").end()
@@ -207,7 +218,7 @@ class HeaderReceiver(Receiver):
         self.paths = paths = []
 
         class Handler(_Handler):
-            def do_POST(self):
+            def do_POST(self):  # noqa: N802
                 headers.append({name.lower(): value for name, value in self.headers.items()})
                 paths.append(self.path)
                 super().do_POST()
@@ -255,8 +266,7 @@ def test_an_endpoint_of_traces_only(lensfast, monkeypatch, protocol):
     assert receiver.paths == (["/v1/traces"] * len(receiver.paths))
 
 
-def test_many_scopes_in_one_batch(lensfast, monkeypatch, protocol):
-    """More of them than C keeps apart in one batch."""
+def test_many_scopes_in_one_request(lensfast, monkeypatch, protocol):
     with Receiver() as receiver:
         send_to(receiver, protocol, monkeypatch)
         handle = set_up(lensfast)
@@ -266,6 +276,7 @@ def test_many_scopes_in_one_batch(lensfast, monkeypatch, protocol):
                 tracer.start_span("work").end()
         handle.shutdown()
     assert counts(handle) == {"ended": 150, "exported": 150}
+    assert len(receiver.requests["/v1/traces"]) == 1
     assert Counter(span.scope for span in receiver.spans()) == {f"app.{number}": 5 for number in range(30)}
 
 
@@ -279,7 +290,7 @@ def test_an_exporter_in_memory_gets_spans(lensfast):
     spans = {span.name: span for span in memory.get_finished_spans()}
     assert set(spans) == {"outer", "linked", "plain", "raises", "event", "failed", ""}
     assert all(isinstance(span, sdk.ReadableSpan) for span in spans.values())
-    assert dict(spans["outer"].attributes) == {"iterations": 4, "rate": 0.5, "names": ("a", "b"), "text": "größe"}
+    assert dict(spans["outer"].attributes) == {"iterations": 4, "rate": 0.5, "names": ("a", "b"), "model": "größe"}
     assert [event.name for event in spans["event"].events] == ["happened", "again"]
     assert spans["linked"].links[0].context.span_id == spans["outer"].context.span_id
     assert spans["raises"].events[0].attributes["exception.message"] == "boom"
@@ -328,12 +339,11 @@ def test_spans_that_are_not_sampled_are_not_counted(lensfast, scripted, monkeypa
 # ---- the queue ----
 
 
-@pytest.mark.parametrize("wire", ["http/protobuf"])
-def test_a_burst_with_default_settings(lensfast, monkeypatch, wire):
+def test_a_burst_with_default_settings(lensfast, monkeypatch):
     """None of 100,000 is lost, where C encodes them; the SDK's queue of 2,048 may lose some, but counts them."""
     number = 100_000 if is_native(lensfast) else 10_000
     with Receiver() as receiver:
-        send_to(receiver, wire, monkeypatch)
+        send_to(receiver, "http/protobuf", monkeypatch)
         handle = set_up(lensfast)
         start_span = handle.tracer.start_span
         for index in range(number):
@@ -356,16 +366,6 @@ def small_queue(monkeypatch):
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
 
 
-def fill_and_overflow(handle, scripted):
-    """7 more than there is room for: 10 are being sent and 50 wait."""
-    scripted.may_go.clear()
-    make_spans(handle, 10)
-    assert scripted.entered.wait(20)
-    make_spans(handle, 50)
-    assert counts(handle) == {"ended": 60, "queued": 60}
-    make_spans(handle, 7)
-
-
 def test_a_full_queue_drops_and_counts(lensfast, scripted, small_queue, caplog):
     reader = InMemoryMetricReader()
     handle = set_up(lensfast, metric_reader=reader)
@@ -377,15 +377,14 @@ def test_a_full_queue_drops_and_counts(lensfast, scripted, small_queue, caplog):
     metric, failures = "otel.sdk.processor.span.processed", "otel.sdk.exporter.span.exported"
     assert not {metric, failures} & set(lensfast.testing.metric_points(reader))
     scripted.entered.clear()
-    fill = handle.stats().ended
     scripted.may_go.clear()
     make_spans(handle, 10)
     assert scripted.entered.wait(20)
     make_spans(handle, 50)
-    assert counts(handle) == {"ended": fill + 60, "queued": 60, "exported": fill}
+    assert counts(handle) == {"ended": 63, "queued": 60, "exported": 3}
     assert messages(caplog) == []
     make_spans(handle, 7)
-    assert counts(handle) == {"ended": fill + 67, "queued": 60, "exported": fill, "dropped": 7}
+    assert counts(handle) == {"ended": 70, "queued": 60, "exported": 3, "dropped": 7}
     (warning,) = messages(caplog)
     assert "queue" in warning.lower()
     points = lensfast.testing.metric_points(reader)
@@ -394,11 +393,11 @@ def test_a_full_queue_drops_and_counts(lensfast, scripted, small_queue, caplog):
     assert failures not in points
     scripted.may_go.set()
     assert flush()
-    assert counts(handle) == {"ended": fill + 67, "exported": fill + 60, "dropped": 7}
-    assert len(scripted.names) == fill + 60
+    assert counts(handle) == {"ended": 70, "exported": 63, "dropped": 7}
+    assert len(scripted.names) == 63
     make_spans(handle, 2)  # there is room again
     assert flush()
-    assert counts(handle) == {"ended": fill + 69, "exported": fill + 62, "dropped": 7}
+    assert counts(handle) == {"ended": 72, "exported": 65, "dropped": 7}
 
 
 def test_failed_exports_are_a_metric_too(lensfast, scripted):
@@ -419,15 +418,33 @@ def test_large_spans_do_not_wait_for_a_full_number(lensfast, scripted, monkeypat
         pytest.skip("the queue of the SDK is bounded by number only")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
     handle = set_up(lensfast)
-    text = "x" * 2**19
     for _ in range(4):
-        handle.tracer.start_span("large", attributes={"text": text}).end()
+        handle.tracer.start_span("large", attributes={"model": "x" * 2**19}).end()
     assert scripted.entered.wait(20)
-    for _ in range(200):
-        handle.tracer.start_span("large", attributes={"text": text}).end()
-        time.sleep(0.0005)
     assert flush()
-    assert counts(handle) == {"ended": 204, "exported": 204}
+    assert counts(handle) == {"ended": 4, "exported": 4}
+
+
+def test_a_queue_that_is_bounded_by_bytes(lensfast, scripted, monkeypatch, caplog):
+    if not is_native(lensfast):
+        pytest.skip("the queue of the SDK is bounded by number only")
+    assert lensfast._export.MAX_QUEUE_BYTES == 64 * 2**20
+    monkeypatch.setattr(lensfast._export, "MAX_QUEUE_BYTES", 100_000)
+    handle = set_up(lensfast)
+    scripted.may_go.clear()
+    for number in range(30):
+        span = handle.tracer.start_span("large", attributes={"model": "x" * 10_000})
+        if number % 2:
+            span.set_status(StatusCode.ERROR)
+        span.end()
+    sink = lensfast.providers.export_processor.sink
+    assert 100_000 <= sink.waiting_bytes < 111_000
+    assert counts(handle) == {"ended": 30, "queued": 10, "dropped": 20}
+    (warning,) = messages(caplog)
+    assert "the queue of ended spans is full (10 spans" in warning
+    scripted.may_go.set()
+    assert flush()
+    assert counts(handle) == {"ended": 30, "exported": 10, "dropped": 20}
 
 
 def test_the_size_of_a_batch(lensfast, scripted, small_queue):
@@ -516,7 +533,7 @@ def test_an_exporter_that_blocks(lensfast, scripted, caplog):
     assert time.monotonic() - began < 15  # it would block for a minute
     ended = handle.stats().ended
     assert counts(handle) == {"ended": ended, "queued": ended}
-    (warning,) = messages(caplog)
+    (warning,) = own_messages(caplog)
     assert "spans could not be delivered within 300 ms" in warning
 
 
@@ -559,12 +576,12 @@ def test_a_dead_collector(lensfast, monkeypatch, protocol, caplog):
             make_spans(handle, 4)
             assert flush()
         assert counts(handle) == {"ended": 8, "failed": 8}
-        assert len(messages(caplog)) == 1
+        assert len(own_messages(caplog)) == 1
     make_spans(handle, 2)
     began = time.monotonic()
     handle.shutdown(timeout_ms=500)
     assert time.monotonic() - began < 10
-    (warning,) = messages(caplog)
+    (warning,) = own_messages(caplog)
     assert "spans do not reach" in warning or "spans could not be delivered within 500 ms" in warning
     counts(handle)
 
@@ -618,7 +635,7 @@ def test_a_name_that_utf8_cannot_carry(lensfast, monkeypatch, protocol, caplog):
         assert flush()
         assert sorted(span.name for span in receiver.spans()) == ["after"] * 3 + ["before"] * 3
         assert len(messages(caplog)) == 1
-        assert "2 of 8 spans can't be encoded as OTLP and are dropped" in messages(caplog)[0]
+        assert re.match(r"2 of \d spans can't be encoded as OTLP and are dropped", messages(caplog)[0])
         assert counts(handle) == {"ended": 8, "exported": 6, "failed": 2}
         make_spans(handle, 1, "bad \ud800")  # a batch of nothing else
         assert flush()
@@ -685,10 +702,11 @@ def test_the_provider_of_somebody_else(lensfast, monkeypatch, protocol):
         still_open = handle.tracer.start_span("open")
         assert flush()
         assert counts(handle) == {"ended": number, "exported": number}
+        check_against_stock(receiver, memory.get_finished_spans())
         handle.shutdown()
         assert not still_open.is_recording()
         assert counts(handle) == {"ended": number + 1, "exported": number + 1}
-        check_against_stock(receiver, memory.get_finished_spans())
+    assert receiver.spans()[-1].attributes == {"nemo.span.truncated": True}
     assert {span.resource["whose"] for span in receiver.spans()} == {"other"}
 
 
@@ -890,17 +908,20 @@ from lensfast import NemoLensConfig, setup_telemetry
 from opentelemetry import trace
 from opentelemetry.trace import StatusCode
 
-faulthandler.dump_traceback_later(40, exit=True)
+faulthandler.dump_traceback_later(15, exit=True)
 handle = setup_telemetry(NemoLensConfig.from_env())
 tracer = handle.tracer
 ended = 0
 fired = 0
+over = False
 
 
 def in_handler(*args):
     global fired
     fired += 1
     tracer.start_span("handler").end()
+    if not over:
+        signal.setitimer(signal.ITIMER_REAL, 0.0002)
 
 
 class Holder:
@@ -919,7 +940,7 @@ def work(count, name):
     for number in range(count):
         span = tracer.start_span(name, attributes={"number": number})
         span.events
-        if number % 3 == 0:
+        if number % 3:
             span.set_status(StatusCode.ERROR, "failed")
         if number % 7 == 0:
             span.add_event("happened")
@@ -931,8 +952,9 @@ def work(count, name):
 
 if sys.argv[1] == "handler":
     signal.signal(signal.SIGALRM, in_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
+    signal.setitimer(signal.ITIMER_REAL, 0.0002)
     work(int(sys.argv[2]), "main")
+    over = True
     signal.setitimer(signal.ITIMER_REAL, 0)
 elif sys.argv[1] == "finalizer":
     gc.set_threshold(7)
@@ -961,6 +983,15 @@ print(ended + fired, fired > 5, stats.ended, stats.exported, stats.queued, stats
 """
 
 
+# Of spans; as many as are needed to meet, now and then, the middle of each other.
+COUNTS = {
+    ("c", "handler"): "60000",
+    ("c", "finalizer"): "12000",
+    ("c", "threads"): "30000",
+    **dict.fromkeys((("python", "handler"), ("python", "finalizer"), ("python", "threads")), "3000"),
+}
+
+
 @pytest.mark.parametrize("where", ["handler", "finalizer", "threads"])
 def test_spans_that_end_amid_others(tmp_path, backend, where):
     """In a signal handler, in a finalizer and in threads, while others end and are exported: none breaks another."""
@@ -970,7 +1001,7 @@ def test_spans_that_end_amid_others(tmp_path, backend, where):
     script.write_text(STRESS)
     with Receiver() as receiver:
         process = run_script(
-            script, backend, where, "12000" if backend == "c" else "3000",
+            script, backend, where, COUNTS[backend, where],
             NEMO_LENS_ENABLED="1", NEMO_LENS_METRICS_ENABLED="0",
             OTEL_EXPORTER_OTLP_PROTOCOL="http/protobuf",
             OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
@@ -989,6 +1020,97 @@ def test_spans_that_end_amid_others(tmp_path, backend, where):
     assert {span.name for span in arrived} <= {"main", "thread", "handler", "finalizer"}
 
 
+TAKEN_OFTEN = """
+import faulthandler
+import sys
+import threading
+
+from lensfast import NemoLensConfig, setup_telemetry
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.trace import StatusCode
+
+faulthandler.dump_traceback_later(40, exit=True)
+requests = []
+
+
+def export(self, spans):
+    is_message = hasattr(spans, "SerializeToString")
+    requests.append((spans if is_message else encode_spans(spans)).SerializeToString())
+    return SpanExportResult.SUCCESS
+
+
+OTLPSpanExporter.export = export
+handle = setup_telemetry(NemoLensConfig.from_env())
+ending = True
+
+
+def flush():
+    while ending:
+        trace.get_tracer_provider().force_flush()
+
+
+sys.setswitchinterval(1e-6)
+flushing = threading.Thread(target=flush)
+flushing.start()
+for number in range(int(sys.argv[1])):
+    span = handle.tracer.start_span("work", attributes={"number": number})
+    span.events
+    span.set_status(StatusCode.ERROR, f"failed {number}")
+    span.end()
+ending = False
+flushing.join()
+handle.shutdown()
+seen = sorted(
+    (span.attributes[0].value.int_value, span.name, span.status.message)
+    for request in requests
+    for resource_spans in ExportTraceServiceRequest.FromString(request).resource_spans
+    for scope_spans in resource_spans.scope_spans
+    for span in scope_spans.spans
+)
+print(seen == [(number, "work", f"failed {number}") for number in range(int(sys.argv[1]))], handle.stats().exported)
+"""
+
+
+def test_spans_that_end_while_the_queue_is_emptied(tmp_path, backend):
+    """What reads a status is Python code, in whose middle another thread may take the batch that is being filled."""
+    script = tmp_path / "train.py"
+    script.write_text(TAKEN_OFTEN)
+    number = "20000" if backend == "c" else "2000"
+    process = run_script(
+        script, backend, number,
+        NEMO_LENS_ENABLED="1", NEMO_LENS_METRICS_ENABLED="0", OTEL_EXPORTER_OTLP_PROTOCOL="http/protobuf",
+    )  # fmt: skip
+    assert (process.returncode, process.stderr, process.stdout) == (0, "", f"True {number}\n")
+
+
+def test_the_counts_add_up_at_any_time(lensfast, scripted, monkeypatch):
+    """Read while spans end and are sent; where none is lost, none is ever said to be."""
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100000")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "32")
+    handle = set_up(lensfast)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    number = 20_000 if is_native(lensfast) else 2000
+    ending = threading.Thread(target=make_spans, args=(handle, number))
+    seen = Counter()
+    try:
+        ending.start()
+        while ending.is_alive() or not seen:
+            stats = handle.stats()
+            seen[stats.ended - stats.queued - stats.exported - stats.failed - stats.dropped, stats.dropped] += 1
+            assert min(vars(stats).values()) >= 0
+        ending.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert set(seen) == {(0, 0)}, seen
+    assert flush()
+    assert counts(handle) == {"ended": number, "exported": number}
+
+
 def test_spans_that_end_in_an_export_are_not_lost(lensfast, scripted):
     """As those of an instrumented HTTP library, unless it heeds that instrumentation is suppressed."""
     handle = set_up(lensfast)
@@ -1005,6 +1127,52 @@ def test_spans_that_end_in_an_export_are_not_lost(lensfast, scripted):
     assert flush()
     assert counts(handle) == {"ended": 3, "exported": 3}
     assert sorted(scripted.names) == ["inside", "work", "work"]
+
+
+def test_an_exporter_that_flushes(lensfast, scripted):
+    """As one might that shuts something down, which flushes all there is."""
+    if not is_native(lensfast):
+        pytest.skip("the SDK's processor waits for itself then")
+    handle = set_up(lensfast)
+    original = scripted.export
+
+    def export(spans):
+        if not scripted.sizes:
+            handle.tracer.start_span("inside").end()
+            scripted.export = original
+            flush()
+        return original(spans)
+
+    scripted.export = export
+    make_spans(handle, 2)
+    assert flush(5000)
+    assert flush(5000)
+    assert counts(handle) == {"ended": 3, "exported": 3}
+    assert sorted(scripted.names) == ["inside", "work", "work"]
+
+
+def test_a_shutdown_while_spans_end(lensfast, scripted):
+    handle = set_up(lensfast)
+    begun, stop = threading.Event(), threading.Event()
+
+    def work():
+        while not stop.is_set():
+            make_spans(handle, 10)
+            begun.set()
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(20)
+    handle.shutdown(timeout_ms=20_000)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    stats = handle.stats()
+    counts(handle)
+    assert (stats.exported, stats.failed) == (len(scripted.names), 0)
+    if is_native(lensfast):  # in the SDK's queue, one may come to lie after it has been emptied
+        assert stats.queued == 0
 
 
 # ---- fork ----
@@ -1109,7 +1277,9 @@ def test_a_forked_child(tmp_path, backend, protocol, how, when):
             PYTHONWARNINGS="ignore",  # that a process with threads is forked
         )  # fmt: skip
         names = sorted(span.name for span in receiver.spans())
-    assert (process.returncode, process.stderr) == (0, "")
+    # gRPC says that it is in use.
+    said = [line for line in process.stderr.splitlines() if "fork_posix.cc" not in line]
+    assert (process.returncode, said) == (0, [])
     native = backend == "c"
     assert sorted(process.stdout.splitlines()) == [
         f"child [0, 0, 0, 0, 0] 0 {1 if native else 0} 2",

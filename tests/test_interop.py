@@ -23,7 +23,7 @@ from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import SimpleLogRecordProcessor
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ConcurrentMultiSpanProcessor, ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace import Span as SDKSpan
 from opentelemetry.sdk.trace.export import (
     BatchSpanProcessor,
@@ -36,6 +36,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from otlp_receiver import Receiver
 
 RESOURCE = {"service.name": "interop"}
 TRACE_ID, SPAN_ID = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
@@ -81,7 +82,7 @@ def parent_ids(span: Any) -> tuple[int, int] | None:
 
 def traceparent(span: Any) -> str:
     own = span.get_span_context()
-    return f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags & 1:02x}"
+    return f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
 
 
 def plain(text: str, seen: dict[str, str]) -> dict[str, Any]:
@@ -436,12 +437,14 @@ def test_aiohttp_client_instrumentation(lensfast: ModuleType, spans: InMemorySpa
 
 
 def test_a_propagated_header_names_our_span(lensfast: ModuleType, spans: InMemorySpanExporter) -> None:
-    """The instrumentation's span is not sampled out of existence: without one, ours is what the server hears of."""
+    """Where no instrumentation puts one of its own in between."""
+    carrier: dict[str, str] = {}
+    by_lensfast: dict[str, str] = {}
     with lensfast.managed_span("step", "work") as span:
-        carrier: dict[str, str] = {}
         propagate.inject(carrier)
-        assert carrier == {"traceparent": traceparent(span)}
-        assert lensfast.inject_context({}) == carrier
+        lensfast.inject_context(by_lensfast)
+    assert carrier == by_lensfast == {"traceparent": traceparent(span)}
+    assert span.get_span_context().trace_flags.sampled
 
 
 def test_fastapi_instrumentation(lensfast: ModuleType, spans: InMemorySpanExporter) -> None:
@@ -491,7 +494,7 @@ def test_w3c_trace_context_in_and_out(lensfast: ModuleType, spans: InMemorySpanE
         context.detach(token)
     own = span.get_span_context()
     assert carrier == {"traceparent": traceparent(span), "tracestate": "b=2,a=1"}
-    assert carrier["traceparent"][-2:] == flags  # the parent's decision is followed
+    assert carrier["traceparent"].endswith(flags)  # the parent's decision is followed
     assert own.trace_id == TRACE_ID
     assert dict(own.trace_state) == {"b": "2", "a": "1"}
     assert not own.is_remote
@@ -543,13 +546,15 @@ def test_a_propagator_that_somebody_sets(lensfast: ModuleType, spans: InMemorySp
     before = propagate.get_global_textmap()
     propagate.set_global_textmap(CompositePropagator([OneHeader(), W3CBaggagePropagator()]))
     try:
+        inside: dict[str, str] = {}
+        later: dict[str, str] = {}
         with lensfast.managed_span("step", "work") as span:
-            assert lensfast.inject_context({}) == {"x-span": f"{ids(span)[1]:x}/True"}
-        elsewhere: dict[str, str] = {}
-        propagate.inject(elsewhere, trace.set_span_in_context(span))
-        assert elsewhere == {"x-span": f"{ids(span)[1]:x}/False"}
+            lensfast.inject_context(inside)
+        propagate.inject(later, trace.set_span_in_context(span))
     finally:
         propagate.set_global_textmap(before)
+    assert inside == {"x-span": f"{ids(span)[1]:x}/True"}
+    assert later == {"x-span": f"{ids(span)[1]:x}/False"}
 
 
 # Processors
@@ -645,7 +650,7 @@ def test_a_processor_sees_managed_spans_start_and_end(lensfast: ModuleType, span
         with lensfast.managed_span("step", "outer", n=1) as outer, lensfast.span_cm("inner") as inner:
             pass
     names = [(what, span.name) for what, span in order]  # type: ignore[attr-defined]
-    assert names[:4] == [("start", "outer"), ("start", "inner"), ("end", "inner"), ("end", "outer")]
+    assert names == [("start", "outer"), ("start", "inner"), ("end", "inner"), ("end", "outer"), ("end", "before")]
     assert [span for what, span in order if what == "start"] == [outer, inner]
     assert finished(spans)["outer"].attributes == {"by": "watcher", "n": 1}
 
@@ -697,6 +702,52 @@ def test_a_processor_that_drops_and_one_that_wraps(lensfast: ModuleType, spans: 
     assert ours == theirs
     assert len(ours) == 4
     assert {span["attributes"]["secret"] for span in ours} == {"***"}
+
+
+@pytest.mark.parametrize("between", ["a processor around it", "concurrent processors"])
+def test_lensfasts_exporter_behind_other_processors(
+    lensfast: ModuleType, monkeypatch: pytest.MonkeyPatch, between: str
+) -> None:
+    """It is handed spans by somebody else then; they arrive as they would without."""
+
+    class Around(SpanProcessor):
+        def __init__(self, inner: SpanProcessor) -> None:
+            self.inner = inner
+
+        def on_start(self, span: SDKSpan, parent_context: context.Context | None = None) -> None:
+            self.inner.on_start(span, parent_context)
+
+        def on_end(self, span: ReadableSpan) -> None:
+            self.inner.on_end(span)
+
+        def shutdown(self) -> None:
+            self.inner.shutdown()
+
+        def force_flush(self, timeout_millis: int = 30_000) -> bool:
+            return self.inner.force_flush(timeout_millis)
+
+    with Receiver() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint("http/protobuf"))
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+        if between == "concurrent processors":
+            provider_class = lensfast._native.TracerProvider if lensfast.backend == "c" else TracerProvider
+            processors = ConcurrentMultiSpanProcessor()
+            resource = Resource(RESOURCE)
+            trace.set_tracer_provider(
+                provider_class(resource=resource, active_span_processor=processors, shutdown_on_exit=False)
+            )
+        lensfast.SpanRegistry.register("interop", {"step"})
+        config = lensfast.NemoLensConfig(True, "interop", span_groups="step", metrics_enabled=False)
+        handle = lensfast.setup_telemetry(config)
+        if between == "a processor around it":
+            multi: Any = trace.get_tracer_provider()._active_span_processor  # type: ignore[attr-defined]
+            multi._span_processors = tuple(Around(processor) for processor in multi._span_processors)
+        with lensfast.managed_span("step", "work", n=1):
+            pass
+        handle.shutdown()
+        (work,) = receiver.spans()
+    assert (work.name, work.scope, work.attributes) == ("work", "nemo.lens.helpers", {"n": 1})
+    assert work.resource["service.name"] == "interop"
 
 
 # Exporters
@@ -785,5 +836,5 @@ def test_an_unsampled_span_reaches_no_exporter(lensfast: ModuleType) -> None:
         carrier: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(carrier)
     assert carrier == {"traceparent": traceparent(span)}
-    assert carrier["traceparent"].endswith("-00")
+    assert not span.get_span_context().trace_flags.sampled
     assert memory.get_finished_spans() == ()
