@@ -28,7 +28,6 @@ enum {
     VALUE_INT = 0x18,
     VALUE_DOUBLE = 0x21,
     VALUE_ARRAY = 0x2a,
-    VALUE_BYTES = 0x3a,
     ARRAY_VALUE = 0x0a,
     FLAGS_HAS_IS_REMOTE = 0x100,
     FLAGS_IS_REMOTE = 0x200,
@@ -207,19 +206,6 @@ encode_value(Buffer *buffer, PyObject *value, int depth)
         memcpy(&bits, &number, sizeof(bits));
         put_byte(buffer, VALUE_DOUBLE);
         put_fixed64(buffer, bits);
-        return ENCODED;
-    }
-    if (value == Py_None) {
-        return ENCODED;
-    }
-    if (PyBytes_CheckExact(value)) {
-        size_t length = (size_t)PyBytes_GET_SIZE(value);
-        if (!reserve(buffer, length + 11)) {
-            return NO_MEMORY;
-        }
-        put_byte(buffer, VALUE_BYTES);
-        put_varint(buffer, length);
-        put_bytes(buffer, PyBytes_AS_STRING(value), length);
         return ENCODED;
     }
     if (!PyTuple_CheckExact(value) || depth == DEEPEST) {

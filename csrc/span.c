@@ -237,6 +237,7 @@ plan_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
     }
     plan->epoch = epoch;
     plan->calls_on_ending = plan_number(source, "calls_on_ending") > 0;
+    plan->freezes = plan_number(source, "freezes") > 0;
     plan->own_ids = plan_number(source, "own_ids") > 0;
     plan->inherited_flags = (int)plan_number(source, "inherited_flags");
     plan->max_attributes = plan_number(source, "max_attributes");
@@ -492,6 +493,15 @@ make_span_context(LfSpan *span, uint64_t id, uint8_t flags)
     return context;
 }
 
+/* Newer SDKs make the attributes of an ended span immutable. */
+static int
+freeze(LfSpan *span)
+{
+    return span->bounded != NULL && span->plan->freezes
+               ? PyObject_SetAttrString(span->bounded, "_immutable", Py_True)
+               : 0;
+}
+
 static PyObject *
 make_bounded(LfSpan *span)
 {
@@ -502,12 +512,15 @@ make_bounded(LfSpan *span)
         /* While Python makes it, another thread may set attributes in the same dict, or be faster. */
         PyObject *bounded =
             PyObject_CallFunctionObjArgs(span->plan->bounded_attributes, span->plan->limits, span->attributes,
-                                         span->sdk_sets_attributes ? Py_True : Py_False, NULL);
+                                         span->sdk_sets_attributes && span->plan->freezes ? Py_True : Py_False, NULL);
         if (bounded == NULL) {
             return NULL;
         }
         if (span->bounded == NULL) {
             span->bounded = bounded;
+            if (span->ended && freeze(span) < 0) { /* meanwhile */
+                return NULL;
+            }
         }
         else {
             Py_DECREF(bounded);
@@ -993,7 +1006,7 @@ lf_span_end(LfSpan *span, PyObject *end_time)
         return -1;
     }
     span->sdk_sets_attributes = 1; /* and refuses to, whatever is done to the end time */
-    int failed = span->bounded != NULL && PyObject_SetAttrString(span->bounded, "_immutable", Py_True) < 0;
+    int failed = freeze(span) < 0;
     if (unlock_span(lock) < 0 || failed) {
         return -1;
     }

@@ -46,6 +46,7 @@ typedef struct {
     int own_ids;        /* ids are drawn here; otherwise by the id generator */
     int inherited_flags; /* those that a child has from its parent; 0 with an SDK that does not know the random flag */
     int calls_on_ending; /* whether the SDK does */
+    int freezes;         /* whether the SDK makes the attributes of an ended span immutable */
     uint64_t epoch;      /* in which it was made */
     Py_ssize_t max_attributes; /* -1: no limit */
     Py_ssize_t max_length;     /* of a str value; -1: no limit */

@@ -175,6 +175,7 @@ def _plan(tracer: Tracer) -> SimpleNamespace:
         own_ids=vars(type(tracer.id_generator)).get("drawn_in_c", False),
         inherited_flags=_RANDOM_TRACE_ID if hasattr(IdGenerator, "is_trace_id_random") else 0,
         calls_on_ending=hasattr(sdk.SpanProcessor, "_on_ending"),
+        freezes="_immutable" in sdk.Span.end.__code__.co_names,
         max_attributes=_c_limit(limits.max_span_attributes),
         max_length=_c_limit(limits.max_span_attribute_length),
         on_start=tuple(processor for processor in each if _does(processor, "on_start") and processor not in closers),

@@ -250,8 +250,8 @@ def encode(spans: Sequence[Any]) -> tuple[bytes, list[Any]]:
     one_by_one = [(span, encoded([span])[0]) for span in spans]
     sendable = [span for span, alone in one_by_one if alone is not None]
     logger.warning(
-        "%d of %d spans can't be encoded as OTLP and are dropped, such as %r (%s)",
-        len(spans) - len(sendable), len(spans), next((span.name for span, alone in one_by_one if alone is None), ""),
+        "%d spans can't be encoded as OTLP and are dropped, such as %r (%s)",
+        len(spans) - len(sendable), next((span.name for span, alone in one_by_one if alone is None), ""),
         reason,
     )  # fmt: skip
     # Requests, one after the other, are one.

@@ -635,7 +635,7 @@ def test_a_name_that_utf8_cannot_carry(lensfast, monkeypatch, protocol, caplog):
         assert flush()
         assert sorted(span.name for span in receiver.spans()) == ["after"] * 3 + ["before"] * 3
         assert len(messages(caplog)) == 1
-        assert re.match(r"2 of \d spans can't be encoded as OTLP and are dropped", messages(caplog)[0])
+        assert re.match(r"2 spans can't be encoded as OTLP and are dropped", messages(caplog)[0])
         assert counts(handle) == {"ended": 8, "exported": 6, "failed": 2}
         make_spans(handle, 1, "bad \ud800")  # a batch of nothing else
         assert flush()
