@@ -45,7 +45,7 @@ bench-train: $(BENCH_VENV)/.bench-train
 instructions: $(VENV)/.dev
 	$(VENV)/bin/python bench/instructions.py
 
-# The gate's tests under AddressSanitizer and UndefinedBehaviorSanitizer, from a build of its own; needs gcc.
+# The tests of what is in C under AddressSanitizer and UndefinedBehaviorSanitizer, from a build of its own; needs gcc.
 sanitize: $(VENV)/.dev
 	rm -rf build/sanitize && mkdir -p build/sanitize
 	git ls-files | tar -c -T - | tar -x -C build/sanitize
@@ -54,7 +54,8 @@ sanitize: $(VENV)/.dev
 	cd build/sanitize && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 LENSFAST_REQUIRE_EXTENSION=1 PYTHONSAFEPATH= \
 	    $(abspath $(VENV))/bin/python -m pytest -p no:cacheprovider -q \
-	    tests/test_gate.py tests/test_spans.py tests/test_trace_fn.py tests/test_groups.py
+	    -k "not python" tests/test_gate.py tests/test_spans.py tests/test_trace_fn.py tests/test_groups.py \
+	    tests/test_native_spans.py tests/test_export.py
 
 $(VENV)/.demo: $(SOURCES)
 	@$(call check,$(PYTHON))

@@ -58,8 +58,11 @@ def take_modules(package: str) -> dict[str, ModuleType]:
 
 def clean_environment(backend: str, **variables: str) -> dict[str, str]:
     """The variables of a process of its own on `backend`: PATH, what finds lensfast, and `variables`."""
+    # What a build with sanitizers needs to be loaded.
+    sanitizers = {name: os.environ[name] for name in ("LD_PRELOAD", "ASAN_OPTIONS") if name in os.environ}
     return {
         "PATH": os.environ["PATH"],
+        **sanitizers,
         "PYTHONPATH": str(ROOT),
         "LENSFAST_PURE_PYTHON": "1" if backend == "python" else "0",
         **variables,
