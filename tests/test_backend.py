@@ -101,10 +101,17 @@ HELPERS = {
 }
 
 
+# How enabled sites and spans are made in C; in Python, lensfast._spans and the SDK make them.
+NATIVE = {
+    *("GatedSpan", "UngatedSpan", "use_managers"),
+    *("OpenSpans", "Plan", "Sink", "SpanBase", "TracerBase", "outdate_plans"),
+}
+
+
 def test_both_gates_and_the_stub_have_one_interface():
     c, python = (load_backend(backend)["lensfast._backend"].gate for backend in BACKENDS)
     assert c is not python
-    assert public_names(c) == public_names(python)
+    assert public_names(c) == public_names(python) | NATIVE
     stub = ast.parse((ROOT / "lensfast" / "_gate.pyi").read_text())
     declared = {node.name for node in stub.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     declared |= {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
