@@ -55,7 +55,7 @@ sanitize: $(VENV)/.dev
 	    PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 LENSFAST_REQUIRE_EXTENSION=1 PYTHONSAFEPATH= \
 	    $(abspath $(VENV))/bin/python -m pytest -p no:cacheprovider -q \
 	    -k "not python" tests/test_gate.py tests/test_spans.py tests/test_trace_fn.py tests/test_groups.py \
-	    tests/test_native_spans.py tests/test_export.py
+	    tests/test_native_spans.py tests/test_export.py tests/test_fork.py
 
 $(VENV)/.demo: $(SOURCES)
 	@$(call check,$(PYTHON))

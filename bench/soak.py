@@ -39,7 +39,7 @@ class CountingExport:
         self.spans = self.bytes = self.requests = 0
 
     def __call__(self, batch: Any) -> SpanExportResult:
-        request = batch.whole()
+        request = batch.request
         if self.requests % 500 == 0:
             self.check(request, len(batch))
         self.spans += len(batch)

@@ -10,6 +10,7 @@ enum {
     SCOPE_SPANS_SPAN = 0x12,
     SPAN_TRACE_ID = 0x0a,
     SPAN_ID = 0x12,
+    SPAN_TRACE_STATE = 0x1a,
     SPAN_PARENT_ID = 0x22,
     SPAN_NAME = 0x2a,
     SPAN_KIND = 0x30,
@@ -342,7 +343,42 @@ typedef struct {
     uint64_t dropped;   /* attributes */
     int status;         /* its code */
     PyObject *message;  /* of the status: an exact str, owned; or NULL */
+    PyObject *state;    /* the trace state as text, likewise */
 } Facts;
+
+static void
+forget(Facts *facts)
+{
+    Py_CLEAR(facts->message);
+    Py_CLEAR(facts->state);
+}
+
+/* All spans of a trace have one state, which never changes: its text is kept. */
+static int
+ask_trace_state(Facts *facts, PyObject *state)
+{
+    static PyObject *last_state = NULL, *last_text = NULL;
+    if (!Py_IS_TYPE(state, Py_TYPE(lf_api.default_trace_state))) {
+        return ODD;
+    }
+    if (LF_UNLIKELY(state != last_state)) {
+        PyObject *text = PyObject_CallMethod(state, "to_header", NULL);
+        if (text == NULL || !PyUnicode_CheckExact(text)) {
+            Py_XDECREF(text);
+            PyErr_Clear();
+            return ODD;
+        }
+        PyObject *const old[] = {last_state, last_text};
+        last_state = Py_NewRef(state);
+        last_text = text;
+        Py_XDECREF(old[0]);
+        Py_XDECREF(old[1]);
+        facts->state = Py_NewRef(text);
+        return ENCODED;
+    }
+    facts->state = Py_NewRef(last_text);
+    return ENCODED;
+}
 
 static int
 ask_status(Facts *facts, PyObject *status)
@@ -379,7 +415,7 @@ is_empty(PyObject *list)
     return is;
 }
 
-/* ENCODED if C can encode the span; facts->message is then the caller's. */
+/* ENCODED if C can encode the span. What the facts have is the caller's to forget. */
 static int
 ask(Facts *facts, LfSpan *span)
 {
@@ -387,8 +423,7 @@ ask(Facts *facts, LfSpan *span)
     while (span->kind != NULL && facts->kind < LF_KINDS && span->kind != lf_api.kinds[facts->kind]) {
         facts->kind++;
     }
-    if (span->replaced != NULL || facts->kind == LF_KINDS || span->trace_state != NULL ||
-        !PyUnicode_CheckExact(span->name) || !is_empty(span->events) || !is_empty(span->links)) {
+    if (span->replaced != NULL || facts->kind == LF_KINDS || !PyUnicode_CheckExact(span->name) || !is_empty(span->events) || !is_empty(span->links)) {
         return ODD;
     }
     if (span->bounded != NULL) {
@@ -401,6 +436,9 @@ ask(Facts *facts, LfSpan *span)
             return ODD;
         }
         facts->dropped = (uint64_t)number;
+    }
+    if (span->trace_state != NULL && ask_trace_state(facts, span->trace_state) == ODD) {
+        return ODD;
     }
     return span->status == NULL ? ENCODED : ask_status(facts, span->status);
 }
@@ -445,6 +483,15 @@ encode_span(Buffer *buffer, const LfSpan *span, const Facts *facts)
     put_byte(buffer, SPAN_ID);
     put_byte(buffer, 8);
     put_big_endian(buffer, span->id);
+    if (facts->state != NULL && PyUnicode_GET_LENGTH(facts->state) > 0) {
+        int done = encode_text(buffer, SPAN_TRACE_STATE, facts->state);
+        if (done != ENCODED) {
+            return done;
+        }
+        if (!reserve(buffer, 16)) {
+            return NO_MEMORY;
+        }
+    }
     if (span->has_parent) {
         put_byte(buffer, SPAN_PARENT_ID);
         put_byte(buffer, 8);
@@ -669,7 +716,7 @@ lf_sink_add(PyObject *self, PyObject *object)
 {
     Sink *sink = (Sink *)self;
     LfSpan *span = lf_is_span(object) ? (LfSpan *)object : NULL;
-    Facts facts = {0, 0, 0, NULL};
+    Facts facts = {0, 0, 0, NULL, NULL};
     if (span != NULL && !(span->flags & LF_SAMPLED)) {
         return 0;
     }
@@ -701,7 +748,7 @@ lf_sink_add(PyObject *self, PyObject *object)
             run->buffer.length = before;
         }
     }
-    Py_XDECREF(facts.message);
+    forget(&facts);
     switch (done) {
     case ENCODED:
         return count_added(sink, batch, run->buffer.length - before);
@@ -843,6 +890,17 @@ sink_forget(PyObject *self, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
+/* At the end, what could not be sent is dropped. */
+static PyObject *
+sink_discard(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    Sink *sink = (Sink *)self;
+    sink->accepted -= (unsigned long long)sink->waiting;
+    sink->dropped += (unsigned long long)sink->waiting;
+    sink_empty(sink);
+    Py_RETURN_NONE;
+}
+
 static PyObject *
 sink_close(PyObject *self, PyObject *Py_UNUSED(unused))
 {
@@ -877,7 +935,7 @@ sink_encode(PyObject *Py_UNUSED(self), PyObject *span)
         done = encode_span(&run.buffer, (LfSpan *)span, &facts);
     }
     PyObject *request = done == ENCODED ? batch_request(&batch) : done == ODD ? Py_NewRef(Py_None) : PyErr_NoMemory();
-    Py_XDECREF(facts.message);
+    forget(&facts);
     PyMem_RawFree(run.buffer.data);
     return request;
 }
@@ -954,6 +1012,7 @@ static PyMethodDef sink_methods[] = {
     {"add", sink_add, METH_O, "add(span): take a sampled span in, or count it as dropped."},
     {"take", sink_take, METH_O, "take(everything): (request, odd spans, number of spans) of the oldest batch, or None."},
     {"forget", sink_forget, METH_NOARGS, "Empty the queue and begin to count again."},
+    {"discard", sink_discard, METH_NOARGS, "Empty the queue: what waits counts as dropped."},
     {"close", sink_close, METH_NOARGS, "From now on, every span is dropped."},
     {"encode", sink_encode, METH_O, "encode(span): a request with one span; None if C leaves it to the stock encoder."},
     {NULL, NULL, 0, NULL},

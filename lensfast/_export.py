@@ -14,6 +14,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -30,6 +31,7 @@ from opentelemetry.trace import (
     SpanKind,
     StatusCode,
     TraceFlags,
+    TraceState,
     set_span_in_context,
 )
 
@@ -39,6 +41,7 @@ from ._otlp import encode
 logger = logging.getLogger("lensfast.providers")
 
 MAX_QUEUE_BYTES = 64 * 2**20
+NATIVE_QUEUE_SIZE = 2**16  # spans as objects, of about a kilobyte
 _BATCH_SPANS = 2048
 _BATCH_BYTES = 2**20  # a collector takes 4 MiB
 
@@ -56,11 +59,11 @@ class SpanStats:
     failed: int = 0
     """Lost by the exporter: it reported a failure or raised, as when the collector does not answer."""
     dropped: int = 0
-    """Never handed to the exporter: the queue was full, or telemetry had been shut down."""
+    """Never handed to the exporter: the queue was full, telemetry had been shut down, or shutdown had no time left."""
 
 
 class EncodedSpans:
-    """A batch as an exporter gets it: so many spans, encoded as one request. Stands for a sequence of them."""
+    """A batch as an exporter gets it: so many spans, encoded as one request. They can be counted, and not looked at."""
 
     def __init__(self, request: bytes, count: int) -> None:
         self.request = request
@@ -68,6 +71,9 @@ class EncodedSpans:
 
     def __len__(self) -> int:
         return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
     # As of the message that the HTTP exporter asks for its bytes.
     def SerializeToString(self) -> bytes:  # noqa: N802
@@ -136,7 +142,8 @@ def can_encode() -> bool:
     provider.add_span_processor(Collect())
     sink = compiled.Sink(print, max_spans=1, max_bytes=1, batch_spans=1, batch_bytes=1)
     tracer = provider.get_tracer("lensfast.probe")
-    remote = NonRecordingSpan(SpanContext(2**127 + 1, 2**63 + 1, True, TraceFlags(1)))
+    state = TraceState([("vendor", "a"), ("other", "c")])
+    remote = NonRecordingSpan(SpanContext(2**127 + 1, 2**63 + 1, True, TraceFlags(1), state))
     values: dict[str, Any] = {
         "text": "\u00e9",
         "int": -1,
@@ -159,7 +166,7 @@ def can_encode() -> bool:
     for span in spans:
         encoded = sink.encode(span)
         if encoded is None or only_span(message.FromString(encoded)) != only_span(encoder.encode_spans([span])):
-            logger.info("the OTLP encoder that is installed is not known: spans are encoded by it, not in C")
+            logger.warning("the OTLP encoder that is installed is not known: spans are encoded by it, more slowly")
             return False
     return True
 
@@ -177,6 +184,14 @@ def report_as_metrics(meter_provider: Any, processor: Any) -> None:
             return [Observation(count, {"error.type": error_type})] if count else []
 
         meter.create_observable_counter(name, [observe], "{span}", f"Spans that were lost ({lost})")
+
+
+def _warn_of_drops(queued: int) -> None:
+    logger.warning(
+        "the queue of ended spans is full (%d spans): spans are dropped until they can be sent. "
+        "TelemetryHandle.stats() counts them (this is logged once). OTEL_BSP_MAX_QUEUE_SIZE sets its size",
+        queued,
+    )
 
 
 def _environ_int(name: str, default: int) -> int:
@@ -241,12 +256,7 @@ class EncodingSpanProcessor(SpanProcessor):
         """Called by the queue, in the thread that ended a span: `first`, `full` or `dropped`."""
         try:
             if word == "dropped":
-                logger.warning(
-                    "the queue of ended spans is full (%d spans, %d bytes): spans are dropped until they can be "
-                    "sent. TelemetryHandle.stats() counts them (this is logged once). Its size is set by "
-                    "OTEL_BSP_MAX_QUEUE_SIZE; unset, it is %d MiB",
-                    self.sink.waiting, self.sink.waiting_bytes, MAX_QUEUE_BYTES // 2**20,
-                )  # fmt: skip
+                _warn_of_drops(self.sink.waiting)
                 return
             self._requests.put(word)
             if self._thread is None and not self._stopped:
@@ -335,6 +345,7 @@ class EncodingSpanProcessor(SpanProcessor):
         else:
             self._export(everything=True)
         self._stopped = True
+        self.sink.discard()  # lost: the exporter could not take it in that time
         self._exporter.shutdown()
 
     def stats(self) -> SpanStats:
@@ -346,19 +357,19 @@ class EncodingSpanProcessor(SpanProcessor):
 
 
 class CountingSpanProcessor(BatchSpanProcessor):
-    """The SDK's BatchSpanProcessor, with the counts of EncodingSpanProcessor."""
+    """The SDK's BatchSpanProcessor, with the counts of EncodingSpanProcessor.
 
-    def __init__(self, exporter: Any) -> None:
-        super().__init__(exporter)
-        self._may_drop = False
-        self._counts = {"ended": 0, "handed": 0, "exported": 0, "in_hand": 0}
-        self._lock = threading.RLock()
+    Native spans end faster than the SDK's, so the queue for them is longer, if no number is set.
+    """
+
+    def __init__(self, exporter: Any, native: bool = False) -> None:
+        queue_size = NATIVE_QUEUE_SIZE if native and not os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", "").strip() else None
+        super().__init__(exporter, max_queue_size=queue_size)
+        self._forget()
+        self._closed = False
         original = exporter.export
 
         def export(spans: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._lock:
-                self._counts["handed"] += len(spans)
-                self._counts["in_hand"] += len(spans)
             result = None
             left_out = -getattr(exporter, "unencodable", 0)
             try:
@@ -366,9 +377,10 @@ class CountingSpanProcessor(BatchSpanProcessor):
                 return result
             finally:
                 left_out += getattr(exporter, "unencodable", 0)
+                exported = len(spans) - left_out if result is SpanExportResult.SUCCESS else 0
                 with self._lock:
-                    self._counts["in_hand"] -= len(spans)
-                    self._counts["exported"] += len(spans) - left_out if result is SpanExportResult.SUCCESS else 0
+                    self._exported += exported
+                    self._failed += len(spans) - exported
 
         with contextlib.suppress(AttributeError):  # an exporter with slots is not counted
             exporter.export = export
@@ -377,43 +389,44 @@ class CountingSpanProcessor(BatchSpanProcessor):
             os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
 
     def _forget(self) -> None:
-        self._lock = threading.RLock()
-        self._counts = dict.fromkeys(self._counts, 0)
-        self._may_drop = False
+        self._lock = threading.RLock()  # a signal handler or a finalizer may end a span in the middle of this
+        self._ended = self._dropped = self._exported = self._failed = 0
+        self._warned = False
 
     def on_end(self, span: ReadableSpan) -> None:
-        if span.context is not None and span.context.trace_flags.sampled:
-            queue = self._waiting()
-            with self._lock:
-                self._counts["ended"] += 1
-                self._may_drop |= len(queue) == queue.maxlen
-        super().on_end(span)
+        if span.context is None or not span.context.trace_flags.sampled:
+            return
+        queue = self._queued_spans()
+        with self._lock:
+            self._ended += 1
+            full = len(queue) == queue.maxlen
+            if not full and not self._closed:
+                super().on_end(span)
+                return
+            # Not left to the SDK, which would drop the oldest one, and count nothing.
+            self._dropped += 1
+            warn = full and not self._warned and not self._closed
+            self._warned |= warn
+        if warn:
+            _warn_of_drops(len(queue))
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """Send what waits; what ends from now on is dropped."""
+        """Send what waits; what is left then, and what ends from now on, is dropped."""
+        self._closed = True
         try:
             super().shutdown(*args, **kwargs)  # type: ignore[no-untyped-call]
         finally:
-            self._may_drop = True
+            queue = self._queued_spans()
+            with self._lock:
+                self._dropped += len(queue)
+                queue.clear()
 
-    def _waiting(self) -> Any:
+    def _queued_spans(self) -> Any:
         inner = getattr(self, "_batch_processor", None)  # newer SDKs have the queue in there
         return vars(self)["queue"] if inner is None else inner._queue
 
     def stats(self) -> SpanStats:
-        """The counts, as of now.
-
-        Once spans may have been dropped, some on their way to the queue or out of it may count as dropped for a moment.
-        """
+        """The counts, as of now."""
         with self._lock:
-            ended, handed, exported, in_hand = self._counts.values()
-            waiting = ended - handed
-            if self._may_drop:
-                waiting = min(len(self._waiting()), waiting)
-        return SpanStats(
-            ended=ended,
-            queued=waiting + in_hand,
-            exported=exported,
-            failed=handed - in_hand - exported,
-            dropped=ended - handed - waiting,
-        )
+            ended, exported, failed, dropped = self._ended, self._exported, self._failed, self._dropped
+        return SpanStats(ended, ended - exported - failed - dropped, exported, failed, dropped)

@@ -165,6 +165,11 @@ def _info() -> Iterator[tuple[str, str]]:
         yield "opentelemetry-sdk", metadata.version("opentelemetry-sdk")
     except metadata.PackageNotFoundError:
         yield "opentelemetry-sdk", "not installed (pip install 'lensfast[sdk]')"
+    else:
+        from ._native import why_not
+
+        reason = why_not()
+        yield "native spans", "yes" if reason is None else f"no: {reason}"
     yield "nemo.lens", _nemo_lens()
     enabled = ", ".join(sorted(enabled_span_groups()))
     yield "enabled groups", enabled or "none (each process enables its own, by setup_telemetry())"

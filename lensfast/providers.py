@@ -214,7 +214,8 @@ def build_providers(
     if config.exporter == "otlp":
         check_variables(built_here)
     if config.traces_enabled:
-        _check_batch_variables("OTEL_BSP")
+        encoded = signals["traces"] and config.exporter == "otlp" and _why_sdk_spans(config) is None
+        _check_batch_variables("OTEL_BSP", encoded)
     if config.logs_enabled:
         _check_batch_variables("OTEL_BLRP")
     metric_interval_ms = _metric_interval_ms() if signals["metrics"] else 0
@@ -248,7 +249,9 @@ def build_providers(
         provider = provider_class(sampler=sampler, resource=resource, shutdown_on_exit=False, id_generator=ids)
         exporting |= _install_tracer_provider(provider, processors)
         if trace.get_tracer_provider() is provider:
-            logger.info("spans are native" if why_sdk_spans is None else f"spans are the SDK's: {why_sdk_spans}")
+            # What nobody has chosen would be noticed by its cost only.
+            level = logging.WARNING if (why_sdk_spans or "").startswith("opentelemetry-sdk ") else logging.INFO
+            logger.log(level, "spans are native" if why_sdk_spans is None else f"spans are the SDK's: {why_sdk_spans}")
     if metrics_wanted:
         meter_provider = MeterProvider([metric_reader], resource=resource, shutdown_on_exit=False)
         metrics.set_meter_provider(meter_provider)
@@ -281,7 +284,7 @@ def _export_processor(exporter: Any, native: bool, given: Any) -> Any:
 
     if native and given is None and pass_encoded(exporter) and can_encode():
         return EncodingSpanProcessor(exporter)
-    return CountingSpanProcessor(exporter)
+    return CountingSpanProcessor(exporter, native)
 
 
 def _install_tracer_provider(provider: Any, processors: list[Any]) -> bool:
@@ -445,20 +448,26 @@ def _integer(text: str) -> int | None:
         return None
 
 
-def _check_batch_variables(prefix: str) -> None:
+def _check_batch_variables(prefix: str, encoded: bool = False) -> None:
     """Raise for what the SDK would refuse, and explain less. What it can't read it replaces by its default, with a log.
+
+    Args:
+        prefix: of the variables.
+        encoded: whether it is for the queue of encoded spans, which has other defaults, and no conflict between them.
 
     Raises:
         ValueError: a number that is not positive, or a batch larger than the queue.
     """
-    values = {}
+    values, given = {}, set()
     for name, default in (("SCHEDULE_DELAY", 5000), ("MAX_QUEUE_SIZE", 2048), ("MAX_EXPORT_BATCH_SIZE", 512)):
         read = _integer(os.environ.get(f"{prefix}_{name}", ""))
         values[name] = value = default if read is None else read
+        if read is not None:
+            given.add(name)
         if value <= 0:
             raise ValueError(f"{prefix}_{name} must be a positive integer, not {value}")
     queue, batch = values["MAX_QUEUE_SIZE"], values["MAX_EXPORT_BATCH_SIZE"]
-    if batch > queue:
+    if batch > queue and (not encoded or {"MAX_QUEUE_SIZE", "MAX_EXPORT_BATCH_SIZE"} <= given):
         raise ValueError(
             f"{prefix}_MAX_EXPORT_BATCH_SIZE ({batch}, default 512) must not be larger than "
             f"{prefix}_MAX_QUEUE_SIZE ({queue}, default 2048)"

@@ -77,6 +77,7 @@ def test_info(
         "python": f"{platform.python_version()} (CPython)",
         "opentelemetry-api": metadata.version("opentelemetry-api"),
         "opentelemetry-sdk": metadata.version("opentelemetry-sdk"),
+        "native spans": {"c": "yes", "python": "no: LENSFAST_PURE_PYTHON is set"}[lensfast.backend],
         "nemo.lens": "not installed (under `lensfast run`: lensfast)",
         "enabled groups": "none (each process enables its own, by setup_telemetry())",
         "environment": "telemetry off (NEMO_LENS_ENABLED), span groups 'default' (NEMO_LENS_SPAN_GROUPS) = "

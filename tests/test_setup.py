@@ -481,7 +481,12 @@ WRONG = [
         for name in ("SCHEDULE_DELAY", "MAX_QUEUE_SIZE", "MAX_EXPORT_BATCH_SIZE")
         for text in ("0", "-5")
     ),
-    ({"OTEL_BSP_MAX_QUEUE_SIZE": "100"}, {}, r"_BATCH_SIZE \(512, .* larger than OTEL_BSP_MAX_QUEUE_SIZE \(100, "),
+    (
+        {"OTEL_BSP_MAX_QUEUE_SIZE": "100", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "101"},
+        {},
+        r"_BATCH_SIZE \(101, .* larger than OTEL_BSP_MAX_QUEUE_SIZE \(100, ",
+    ),
+    ({"OTEL_BSP_MAX_QUEUE_SIZE": "100"}, {"exporter": "console"}, r"_BATCH_SIZE \(512, "),
     *(
         ({"OTEL_EXPORTER_OTLP_TIMEOUT": text, **extra}, {}, rf"^OTEL_EXPORTER_OTLP_TIMEOUT must be .*, not '{text}'")
         for text in ("abc", "1s")
