@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from opentelemetry import metrics, trace
+from opentelemetry import context, metrics, trace
 from opentelemetry.exporter.otlp.proto.common import trace_encoder
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -815,6 +815,44 @@ def test_an_sdk_that_is_not_known(lensfast, monkeypatch, caplog, version):
 def test_an_sdk_that_is_known(lensfast, monkeypatch, version):
     monkeypatch.setattr(lensfast._native, "sdk_version", version)
     assert (lensfast._native.why_not() is None) is is_native(lensfast)
+
+
+def test_what_shutdown_has_no_time_for_is_dropped(lensfast, scripted, small_queue):
+    handle = set_up(lensfast)
+    scripted.entered.clear()
+    scripted.may_go.clear()
+    make_spans(handle, 40)
+    assert scripted.entered.wait(20)
+    processor = lensfast.providers.export_processor
+    if isinstance(processor, lensfast._export.EncodingSpanProcessor):
+        processor.shutdown(timeout_millis=50)
+        assert counts(handle) == {"ended": 40, "queued": 10, "dropped": 30}
+        scripted.may_go.set()
+        wait_until(lambda: counts(handle) == {"ended": 40, "exported": 10, "dropped": 30})
+    else:
+        # The SDK's processor takes no time for its shutdown: what is left when it returns counts the same.
+        scripted.may_go.set()
+        processor.shutdown()
+        assert counts(handle) == {"ended": 40, "exported": 40}
+
+
+def test_spans_below_a_trace_state_are_encoded_as_they_end(lensfast, scripted):
+    """What vendors' gateways send along is not to make spans slower or larger."""
+    set_up(lensfast)
+    if not is_native(lensfast):
+        pytest.skip("the SDK's spans are encoded as they are sent")
+    headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "tracestate": "vendor=s:1,other=2"}
+    sink = lensfast.providers.export_processor.sink
+    token = context.attach(lensfast.propagation.extract_context(headers))
+    for _ in range(10):
+        with lensfast.span_cm("below"):
+            pass
+    context.detach(token)
+    request, odd, number = sink.take(True)
+    assert (odd, number) == ([], 10)
+    assert {span.trace_state for span in spans_of([ExportTraceServiceRequest.FromString(request)])} == {
+        "vendor=s:1,other=2"
+    }
 
 
 @pytest.mark.parametrize("value", ["true", "True"])
