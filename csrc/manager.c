@@ -71,7 +71,9 @@ call_python(const char *name, PyObject *const *args, size_t nargs)
         return PyErr_Format(PyExc_RuntimeError, "lensfast._spans has no %s", name);
     }
     Py_INCREF(function);
+    PyObject *compiler = lf_compiler_off();
     PyObject *result = PyObject_Vectorcall(function, args, nargs, NULL);
+    lf_compiler_on(compiler);
     Py_DECREF(function);
     return result;
 }
@@ -224,7 +226,9 @@ start_span(Manager *self, PyObject *current)
         return NULL;
     }
     PyObject *arguments[] = {self->name, self->kind};
+    PyObject *compiler = lf_compiler_off();
     span = PyObject_Vectorcall(method, arguments, 1, self->kind == NULL ? NULL : kwname_kind);
+    lf_compiler_on(compiler);
     Py_DECREF(method);
     return span;
 }
@@ -461,20 +465,15 @@ end(Manager *self, const Entered *entered, PyObject *error)
         }
         Py_DECREF(result);
     }
-    int failed;
-    if (LF_UNLIKELY(entered->watch != NULL)) {
-        PyObject *result = PyObject_CallMethod(entered->watch, "end", "O", entered->span);
-        failed = result == NULL;
-        Py_XDECREF(result);
-    }
-    else if (lf_is_span(entered->span)) {
+    int failed = 0;
+    if (LF_LIKELY(entered->watch == NULL && lf_is_span(entered->span))) {
         failed = lf_span_end((LfSpan *)entered->span, NULL) < 0;
     }
-    else if (Py_IS_TYPE(entered->span, lf_api.non_recording_span)) {
-        failed = 0; /* its end() does nothing */
-    }
-    else {
-        PyObject *result = PyObject_CallMethod(entered->span, "end", NULL);
+    else if (entered->watch != NULL || !Py_IS_TYPE(entered->span, lf_api.non_recording_span)) { /* whose end() is empty */
+        PyObject *compiler = lf_compiler_off();
+        PyObject *result = entered->watch == NULL ? PyObject_CallMethod(entered->span, "end", NULL)
+                                                  : PyObject_CallMethod(entered->watch, "end", "O", entered->span);
+        lf_compiler_on(compiler);
         failed = result == NULL;
         Py_XDECREF(result);
     }

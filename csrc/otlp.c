@@ -630,7 +630,9 @@ new_batch(Sink *sink)
 static int
 wake(Sink *sink, const char *word)
 {
+    PyObject *compiler = lf_compiler_off();
     PyObject *result = PyObject_CallFunction(sink->wake, "s", word);
+    lf_compiler_on(compiler);
     Py_XDECREF(result);
     return result == NULL ? -1 : 0;
 }
@@ -720,7 +722,13 @@ lf_sink_add(PyObject *self, PyObject *object)
     if (span != NULL && !(span->flags & LF_SAMPLED)) {
         return 0;
     }
-    int done = span == NULL ? ODD : ask(&facts, span);
+    int done = ODD;
+    if (span != NULL) {
+        int asks_python = span->status || span->bounded || span->events || span->links || span->trace_state;
+        PyObject *compiler = LF_UNLIKELY(asks_python) ? lf_compiler_off() : NULL;
+        done = ask(&facts, span);
+        lf_compiler_on(compiler);
+    }
     if (span != NULL && PyBytes_GET_SIZE(span->plan->resource_head) == 0) {
         done = ODD; /* its tracer does not know of this sink: somebody has put a processor around it */
     }

@@ -29,6 +29,43 @@ lf_plans_outdate(void)
     epoch++;
 }
 
+/* ---- torch.compile ---- */
+
+PyObject *lf_set_eval_frame = NULL;
+
+PyObject *
+lf_compiler_off(void)
+{
+    if (LF_LIKELY(lf_set_eval_frame == NULL)) {
+        return NULL;
+    }
+    PyObject *previous = PyObject_CallOneArg(lf_set_eval_frame, Py_None);
+    if (previous == NULL) {
+        PyErr_Clear();
+    }
+    else if (previous == Py_None) {
+        Py_CLEAR(previous);
+    }
+    return previous;
+}
+
+void
+lf_compiler_on(PyObject *previous)
+{
+    if (LF_LIKELY(previous == NULL)) {
+        return;
+    }
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyObject *result = PyObject_CallOneArg(lf_set_eval_frame, previous);
+    if (result == NULL) {
+        PyErr_Clear();
+    }
+    Py_XDECREF(result);
+    Py_DECREF(previous);
+    PyErr_Restore(type, error, traceback);
+}
+
 /* ---- ids ---- */
 
 void
@@ -510,9 +547,11 @@ make_bounded(LfSpan *span)
             return NULL;
         }
         /* While Python makes it, another thread may set attributes in the same dict, or be faster. */
+        PyObject *compiler = lf_compiler_off();
         PyObject *bounded =
             PyObject_CallFunctionObjArgs(span->plan->bounded_attributes, span->plan->limits, span->attributes,
                                          span->sdk_sets_attributes && span->plan->freezes ? Py_True : Py_False, NULL);
+        lf_compiler_on(compiler);
         if (bounded == NULL) {
             return NULL;
         }
@@ -786,6 +825,26 @@ set_clean_attribute(LfSpan *span, PyObject *key, PyObject *value)
     return PyDict_SetItem(attributes, key, value) < 0 ? -1 : 1;
 }
 
+/* The SDK's method of that name, for what C does not do, and for wrong arguments. */
+static PyObject *
+call_sdk(LfSpan *span, int method, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    Py_ssize_t all = nargs + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+    PyObject **stack = PyMem_Malloc((size_t)(1 + all) * sizeof(PyObject *));
+    if (stack == NULL) {
+        return PyErr_NoMemory();
+    }
+    stack[0] = (PyObject *)span;
+    for (Py_ssize_t i = 0; i < all; i++) {
+        stack[1 + i] = args[i];
+    }
+    PyObject *compiler = lf_compiler_off();
+    PyObject *result = PyObject_Vectorcall(span->plan->sdk_methods[method], stack, (size_t)(1 + nargs), kwnames);
+    lf_compiler_on(compiler);
+    PyMem_Free(stack);
+    return result;
+}
+
 int
 lf_span_set_attribute(LfSpan *span, PyObject *key, PyObject *value)
 {
@@ -793,8 +852,8 @@ lf_span_set_attribute(LfSpan *span, PyObject *key, PyObject *value)
     if (LF_LIKELY(done != 0)) {
         return done < 0 ? -1 : 0;
     }
-    PyObject *result = PyObject_CallFunctionObjArgs(span->plan->sdk_methods[LF_SDK_SET_ATTRIBUTE], (PyObject *)span,
-                                                    key, value, NULL);
+    PyObject *const arguments[] = {key, value};
+    PyObject *result = call_sdk(span, LF_SDK_SET_ATTRIBUTE, arguments, 2, NULL);
     Py_XDECREF(result);
     return result == NULL ? -1 : 0;
 }
@@ -821,24 +880,6 @@ two_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames, const 
         found[which] = args[nargs + i];
     }
     return 1;
-}
-
-/* The SDK's method of that name, for what C does not do, and for wrong arguments. */
-static PyObject *
-call_sdk(LfSpan *span, int method, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    Py_ssize_t all = nargs + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
-    PyObject **stack = PyMem_Malloc((size_t)(1 + all) * sizeof(PyObject *));
-    if (stack == NULL) {
-        return PyErr_NoMemory();
-    }
-    stack[0] = (PyObject *)span;
-    for (Py_ssize_t i = 0; i < all; i++) {
-        stack[1 + i] = args[i];
-    }
-    PyObject *result = PyObject_Vectorcall(span->plan->sdk_methods[method], stack, (size_t)(1 + nargs), kwnames);
-    PyMem_Free(stack);
-    return result;
 }
 
 static PyObject *
@@ -905,7 +946,9 @@ call_processors(PyObject *processors, PyObject *method, PyObject *span)
             }
             continue;
         }
+        PyObject *compiler = lf_compiler_off();
         PyObject *result = PyObject_CallMethodOneArg(processor, method, span);
+        lf_compiler_on(compiler);
         if (result == NULL) {
             return -1;
         }
@@ -1256,10 +1299,21 @@ find_parent(Parent *parent, PyObject *context, PyTypeObject *ours_type)
             Py_DECREF(span);
             return is_span;
         }
+        PyObject *compiler = lf_compiler_off();
         span_context = PyObject_CallMethod(span, "get_span_context", NULL);
+        lf_compiler_on(compiler);
     }
     Py_DECREF(span);
     return span_context == NULL ? -1 : parent_from_context(parent, span_context);
+}
+
+static PyObject *
+ask_id_generator(const LfPlan *plan, const char *method)
+{
+    PyObject *compiler = lf_compiler_off();
+    PyObject *answer = PyObject_CallMethod(plan->id_generator, method, NULL);
+    lf_compiler_on(compiler);
+    return answer;
 }
 
 static int
@@ -1273,7 +1327,7 @@ draw_trace_id(const LfPlan *plan, Parent *root)
         root->trace_low = ids_next();
         return 0;
     }
-    PyObject *id = PyObject_CallMethod(plan->id_generator, "generate_trace_id", NULL);
+    PyObject *id = ask_id_generator(plan, "generate_trace_id");
     int failed = id == NULL || id_halves(id, &root->trace_high, &root->trace_low) < 0;
     Py_XDECREF(id);
     return failed ? -1 : 0;
@@ -1290,7 +1344,7 @@ draw_span_id(const LfPlan *plan, uint64_t *span_id)
         *span_id = ids_next();
         return 0;
     }
-    PyObject *id = PyObject_CallMethod(plan->id_generator, "generate_span_id", NULL);
+    PyObject *id = ask_id_generator(plan, "generate_span_id");
     int failed = id == NULL || id_halves(id, &unused, span_id) < 0;
     Py_XDECREF(id);
     return failed ? -1 : 0;
@@ -1303,7 +1357,7 @@ new_flags(const LfPlan *plan)
     if (plan->own_ids || plan->inherited_flags == 0) {
         return plan->inherited_flags; /* our own ids are random */
     }
-    PyObject *answer = PyObject_CallMethod(plan->id_generator, "is_trace_id_random", NULL);
+    PyObject *answer = ask_id_generator(plan, "is_trace_id_random");
     int random = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
     return random <= 0 ? random : LF_RANDOM_ID;
@@ -1373,7 +1427,10 @@ decide(const LfPlan *plan, const LfStart *start, const Parent *parent, Decision 
     }
     const LfRule *rule = &plan->rules[which];
     if (rule->kind == LF_ASK) {
-        return ask_sampler(plan, start, parent, decision);
+        PyObject *compiler = lf_compiler_off();
+        int failed = ask_sampler(plan, start, parent, decision);
+        lf_compiler_on(compiler);
+        return failed;
     }
     decision->sampled = rule->kind == LF_ON || (rule->kind == LF_RATIO && parent->trace_low < rule->bound);
     decision->recording = decision->sampled;
@@ -1418,7 +1475,9 @@ call_on_start(const LfPlan *plan, PyObject *span, PyObject *context)
             }
         }
         PyObject *arguments[] = {processor, span, context == NULL ? Py_None : context};
+        PyObject *compiler = lf_compiler_off();
         PyObject *result = PyObject_VectorcallMethod(str_on_start, arguments, 2, kwname_parent_context);
+        lf_compiler_on(compiler);
         if (result == NULL) {
             return -1;
         }
@@ -1518,7 +1577,9 @@ lf_span_start(LfPlan *plan, const LfStart *start)
         goto failed;
     }
     if (start->links != NULL) {
+        PyObject *compiler = lf_compiler_off();
         PyObject *result = PyObject_CallFunctionObjArgs(plan->set_links, (PyObject *)span, start->links, NULL);
+        lf_compiler_on(compiler);
         Py_XDECREF(result);
         if (result == NULL) {
             goto failed;
@@ -1556,7 +1617,9 @@ lf_tracer_plan(LfTracer *tracer)
         return tracer->plan;
     }
     uint64_t making = epoch;
+    PyObject *compiler = lf_compiler_off();
     PyObject *plan = PyObject_CallMethodNoArgs((PyObject *)tracer, str_make_plan);
+    lf_compiler_on(compiler);
     if (plan == NULL) {
         return NULL;
     }
@@ -1587,7 +1650,9 @@ sdk_start_span(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject
     if (method == NULL) {
         return NULL;
     }
+    PyObject *compiler = lf_compiler_off();
     PyObject *span = PyObject_Vectorcall(method, args, (size_t)nargs, kwnames);
+    lf_compiler_on(compiler);
     Py_DECREF(method);
     return span;
 }

@@ -172,6 +172,14 @@ lf_is_span(PyObject *object)
     return PyObject_TypeCheck(object, lf_span_type);
 }
 
+/* torch's set_eval_frame, once torch.compile is there; or NULL. */
+extern PyObject *lf_set_eval_frame;
+
+/* Between these two, where C calls Python code that nobody has meant to be compiled, torch.compile keeps out of it: it
+   would look at each function by itself, and raise its own errors there. Exceptions stay as they are. */
+PyObject *lf_compiler_off(void);
+void lf_compiler_on(PyObject *previous);
+
 /* A new Context like `outer`, in which `span` is the current one. */
 PyObject *lf_context_with(PyObject *outer, PyObject *span);
 

@@ -19,7 +19,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, SpanContext
 
 from . import _gated, _spans, helpers, state
-from ._backend import backend, gate, span_group
+from ._backend import backend, compiled, gate, span_group
 from ._import_hook import when_imported
 
 logger = logging.getLogger("lensfast")
@@ -197,6 +197,11 @@ def _register() -> None:
     for trace_numpy in (True, False):
         with config.patch(trace_numpy=trace_numpy):
             VariableBuilder._type_dispatch()[gate.GroupHandle] = build_handle
+
+    if compiled is not None:
+        from torch._C._dynamo.eval_frame import set_eval_frame
+
+        compiled.keep_compiler_out(set_eval_frame)
 
     assume_constant_result(span_group)  # so that a handle may be taken there, too
 

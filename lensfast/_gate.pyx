@@ -44,6 +44,7 @@ cdef extern from "span.h":
     int lf_span_init() except -1
     void lf_plans_outdate()
     void lf_ids_reseed()
+    PyObject *lf_set_eval_frame
     PyTypeObject *lf_plan_type
     PyTypeObject *lf_span_type
     PyTypeObject *lf_open_spans_type
@@ -184,3 +185,9 @@ def use_managers(dict spans, dict trace, context_variable, context_type, span_ke
 def outdate_plans():
     """Every tracer is to make its plan anew before its next span."""
     lf_plans_outdate()
+
+
+def keep_compiler_out(set_eval_frame):
+    """Let Python code that C calls for spans run without torch.compile, whose function that is; None: no more."""
+    global lf_set_eval_frame
+    lf_set_eval_frame = NULL if set_eval_frame is None else _hold(set_eval_frame)

@@ -103,7 +103,7 @@ HELPERS = {
 
 # How enabled sites and spans are made in C; in Python, lensfast._spans and the SDK make them.
 NATIVE = {
-    *("GatedSpan", "UngatedSpan", "use_managers"),
+    *("GatedSpan", "UngatedSpan", "use_managers", "keep_compiler_out"),
     *("OpenSpans", "Plan", "Sink", "SpanBase", "TracerBase", "outdate_plans"),
 }
 
