@@ -125,11 +125,14 @@ static void
 watch_names(void)
 {
 #if PY_VERSION_HEX >= 0x030C0000
-    if (!names_are_watched) {
-        int watcher = PyDict_AddWatcher(name_changed);
-        names_are_watched = watcher >= 0 && PyDict_Watch(watcher, traces) == 0 && PyDict_Watch(watcher, spans) == 0;
-        PyErr_Clear();
+    static int watcher = -1;
+    if (watcher < 0) {
+        watcher = PyDict_AddWatcher(name_changed);
     }
+    /* Each time: the modules may have been imported anew. */
+    names_are_watched = watcher >= 0 && PyDict_Watch(watcher, traces) == 0 && PyDict_Watch(watcher, spans) == 0;
+    names_epoch++;
+    PyErr_Clear();
 #endif
 }
 
@@ -173,10 +176,13 @@ current_tracer(PyObject *scope)
         tracers[i].looked = looking;
         return Py_NewRef(tracers[i].tracer);
     }
+    Py_XINCREF(provider);
     PyObject *tracer = call_python("current_tracer", &scope, 1);
     looking = names_epoch;
-    provider = PyDict_GetItemWithError(traces, str_tracer_provider);
-    if (tracer != NULL && !patched && provider != NULL && provider != Py_None) {
+    PyObject *now = PyDict_GetItemWithError(traces, str_tracer_provider);
+    Py_XDECREF(provider); /* only compared from here on */
+    /* If it has been replaced meanwhile, the tracer is not that of the new one. */
+    if (tracer != NULL && !patched && provider != NULL && provider != Py_None && now == provider) {
         if (i == TRACERS) {
             for (i = 0; i < TRACERS - 1 && tracers[i].scope != NULL; i++) {
             }
@@ -713,6 +719,7 @@ manager_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
+    Py_TRASHCAN_BEGIN(object, manager_dealloc) /* a manager may hold another, and so on */
     manager_clear(object);
     Py_CLEAR(((Manager *)object)->name);
     Py_CLEAR(((Manager *)object)->scope);
@@ -724,6 +731,7 @@ manager_dealloc(PyObject *object)
         type->tp_free(object);
     }
     Py_DECREF(type);
+    Py_TRASHCAN_END
 }
 
 static PyMethodDef manager_methods[] = {

@@ -34,7 +34,7 @@ enum {
     FLAGS_IS_REMOTE = 0x200,
 };
 
-enum { DEEPEST = 4, FIRST_SIZE = 8192, FIRST_RUNS = 4, ODD_SIZE = 4096, MOST_SPARE = 1 << 20 };
+enum { DEEPEST = 4, FIRST_SIZE = 512, FIRST_RUNS = 4, ODD_SIZE = 4096, MOST_SPARE = 1 << 20 };
 
 PyTypeObject *lf_sink_type = NULL;
 
@@ -383,6 +383,7 @@ ask_trace_state(Facts *facts, PyObject *state)
 static int
 ask_status(Facts *facts, PyObject *status)
 {
+    Py_INCREF(status); /* as above */
     PyObject *code = attribute_of(status, "status_code");
     PyObject *number = attribute_of(code, "value");
     PyObject *message = attribute_of(status, "description");
@@ -397,6 +398,7 @@ ask_status(Facts *facts, PyObject *status)
     Py_XDECREF(code);
     Py_XDECREF(number);
     Py_XDECREF(message);
+    Py_DECREF(status);
     return done;
 }
 
@@ -406,11 +408,13 @@ is_empty(PyObject *list)
     if (list == NULL) {
         return 1;
     }
+    Py_INCREF(list); /* the span may be given another meanwhile */
     Py_ssize_t size = PyObject_Size(list);
     /* Of none there are, some may have been dropped: the limit may be 0. */
     PyObject *dropped = size == 0 ? attribute_of(list, "dropped") : NULL;
     int is = dropped != NULL && PyObject_IsTrue(dropped) == 0;
     Py_XDECREF(dropped);
+    Py_DECREF(list);
     PyErr_Clear();
     return is;
 }
@@ -427,7 +431,9 @@ ask(Facts *facts, LfSpan *span)
         return ODD;
     }
     if (span->bounded != NULL) {
-        PyObject *count = attribute_of(span->bounded, "dropped");
+        PyObject *bounded = Py_NewRef(span->bounded);
+        PyObject *count = attribute_of(bounded, "dropped");
+        Py_DECREF(bounded);
         long number = count != NULL && PyLong_CheckExact(count) ? PyLong_AsLong(count) : -1;
         Py_XDECREF(count);
         PyErr_Clear();
@@ -471,6 +477,9 @@ encode_status(Buffer *buffer, const Facts *facts)
 static int
 encode_span(Buffer *buffer, const LfSpan *span, const Facts *facts)
 {
+    if (!PyUnicode_CheckExact(span->name)) { /* it has been replaced since it was asked for */
+        return ODD;
+    }
     if (!reserve(buffer, 96)) {
         return NO_MEMORY;
     }
@@ -874,17 +883,18 @@ sink_take(PyObject *self, PyObject *everything)
 static void
 sink_empty(Sink *sink)
 {
-    while (sink->oldest != NULL) {
-        Batch *batch = sink->oldest;
-        sink->oldest = batch->next;
-        batch_free(sink, batch);
-    }
-    PyMem_RawFree(sink->spare.data);
-    memset(&sink->spare, 0, sizeof(sink->spare));
-    sink->newest = NULL;
+    Batch *batch = sink->oldest;
+    sink->oldest = sink->newest = NULL; /* first: what is freed may have finalisers, which end spans */
     sink->waiting = 0;
     sink->waiting_size = 0;
     sink->full = 0;
+    while (batch != NULL) {
+        Batch *next = batch->next;
+        batch_free(sink, batch);
+        batch = next;
+    }
+    PyMem_RawFree(sink->spare.data);
+    memset(&sink->spare, 0, sizeof(sink->spare));
 }
 
 /* In a child that was forked off, what waits is the parent's to send. */
@@ -892,9 +902,9 @@ static PyObject *
 sink_forget(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     Sink *sink = (Sink *)self;
-    sink_empty(sink);
-    sink->accepted = sink->dropped = 0;
+    sink->accepted = sink->dropped = 0; /* first, too */
     sink->told = 0;
+    sink_empty(sink);
     Py_RETURN_NONE;
 }
 

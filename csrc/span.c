@@ -103,6 +103,11 @@ ids_seed(void)
     if (seed == NULL) {
         return -1;
     }
+    if (!PyBytes_Check(seed) || PyBytes_GET_SIZE(seed) != sizeof(ids.state)) { /* somebody has patched it */
+        Py_DECREF(seed);
+        PyErr_SetString(PyExc_TypeError, "os.urandom() did not return the bytes it was asked for");
+        return -1;
+    }
     memcpy(ids.state, PyBytes_AS_STRING(seed), sizeof(ids.state));
     Py_DECREF(seed);
     ids.state[0] |= 1; /* all zeros would stay so */
@@ -494,6 +499,25 @@ static const char *const private_names[PRIVATES] = {
 
 static PyObject *privates[PRIVATES]; /* the same, interned */
 
+/* Allocating may collect garbage, whose finalisers may have been faster. */
+static int
+make_dict(PyObject **where)
+{
+    if (*where == NULL) {
+        PyObject *made = PyDict_New();
+        if (made == NULL) {
+            return -1;
+        }
+        if (*where == NULL) {
+            *where = made;
+        }
+        else {
+            Py_DECREF(made);
+        }
+    }
+    return 0;
+}
+
 static PyObject *
 or_none(PyObject *object)
 {
@@ -530,6 +554,25 @@ make_span_context(LfSpan *span, uint64_t id, uint8_t flags)
     return context;
 }
 
+static PyObject *
+keep_span_context(LfSpan *span, PyObject **kept, uint64_t id, uint8_t flags)
+{
+    if (*kept == NULL) {
+        PyObject *made = make_span_context(span, id, flags);
+        if (made == NULL) {
+            return NULL;
+        }
+        /* Meanwhile garbage may have been collected, and a finaliser have asked for it. */
+        if (*kept == NULL) {
+            *kept = made;
+        }
+        else {
+            Py_DECREF(made);
+        }
+    }
+    return Py_NewRef(*kept);
+}
+
 /* Newer SDKs make the attributes of an ended span immutable. */
 static int
 freeze(LfSpan *span)
@@ -543,7 +586,7 @@ static PyObject *
 make_bounded(LfSpan *span)
 {
     if (span->bounded == NULL) {
-        if (span->attributes == NULL && (span->attributes = PyDict_New()) == NULL) {
+        if (make_dict(&span->attributes) < 0) {
             return NULL;
         }
         /* While Python makes it, another thread may set attributes in the same dict, or be faster. */
@@ -572,7 +615,9 @@ make_bounded(LfSpan *span)
 void
 lf_span_follow_bounded(LfSpan *span)
 {
-    PyObject *attributes = PyObject_GetAttr(span->bounded, str_dict);
+    PyObject *bounded = Py_NewRef(span->bounded); /* a property may replace it */
+    PyObject *attributes = PyObject_GetAttr(bounded, str_dict);
+    Py_DECREF(bounded);
     if (attributes == NULL) {
         PyErr_Clear();
     }
@@ -634,16 +679,10 @@ get_private(LfSpan *span, int what)
     case P_NAME:
         return Py_NewRef(span->name);
     case P_CONTEXT:
-        if (span->context == NULL) {
-            span->context = make_span_context(span, span->id, span->flags);
-        }
-        return Py_XNewRef(span->context);
+        return keep_span_context(span, &span->context, span->id, span->flags);
     case P_PARENT:
-        if (span->parent == NULL && span->has_parent) {
-            span->parent = make_span_context(span, span->parent_id, span->parent_flags);
-            return Py_XNewRef(span->parent);
-        }
-        return or_none(span->parent);
+        return span->has_parent ? keep_span_context(span, &span->parent, span->parent_id, span->parent_flags)
+                                : or_none(span->parent);
     case P_KIND:
         return Py_NewRef(span->kind == NULL ? lf_api.kinds[0] : span->kind);
     case P_START:
@@ -684,11 +723,8 @@ get_private(LfSpan *span, int what)
 static int
 replace(LfSpan *span, int what, PyObject *value)
 {
-    if (span->replaced == NULL) {
-        span->replaced = PyDict_New();
-        if (span->replaced == NULL) {
-            return -1;
-        }
+    if (make_dict(&span->replaced) < 0) {
+        return -1;
     }
     return PyDict_SetItem(span->replaced, privates[what], value);
 }
@@ -776,7 +812,13 @@ span_get_tuple(PyObject *self, void *closure)
 {
     LfSpan *span = (LfSpan *)self;
     PyObject *list = (int)(intptr_t)closure == P_EVENTS ? span->events : span->links;
-    return list == NULL ? PyTuple_New(0) : PySequence_Tuple(list);
+    if (list == NULL) {
+        return PyTuple_New(0);
+    }
+    Py_INCREF(list); /* while it is read, it may be replaced */
+    PyObject *tuple = PySequence_Tuple(list);
+    Py_DECREF(list);
+    return tuple;
 }
 
 /* ---- changing a span ---- */
@@ -806,23 +848,27 @@ set_clean_attribute(LfSpan *span, PyObject *key, PyObject *value)
         if (span->bounded != NULL) {
             return 0;
         }
-        span->attributes = PyDict_New();
-        if (span->attributes == NULL) {
+        if (make_dict(&span->attributes) < 0) {
             return -1;
         }
     }
-    PyObject *attributes = span->attributes;
+    PyObject *attributes = Py_NewRef(span->attributes); /* an odd key's __eq__ may have it replaced */
+    int done = 1;
     if (PyDict_GET_SIZE(attributes) != 0) {
         int present = PyDict_Contains(attributes, key);
         /* In BoundedAttributes, what is set again moves to the end. */
         if (present < 0 || (present && PyDict_DelItem(attributes, key) < 0)) {
-            return -1;
+            done = -1;
         }
-        if (plan->max_attributes >= 0 && PyDict_GET_SIZE(attributes) >= plan->max_attributes) {
-            return 0;
+        else if (plan->max_attributes >= 0 && PyDict_GET_SIZE(attributes) >= plan->max_attributes) {
+            done = 0;
         }
     }
-    return PyDict_SetItem(attributes, key, value) < 0 ? -1 : 1;
+    if (done == 1 && PyDict_SetItem(attributes, key, value) < 0) {
+        done = -1;
+    }
+    Py_DECREF(attributes);
+    return done;
 }
 
 /* The SDK's method of that name, for what C does not do, and for wrong arguments. */
@@ -913,7 +959,12 @@ span_set_attributes(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyO
             (most < 0 || present + PyDict_GET_SIZE(args[0]) <= most)) {
             position = 0;
             while (PyDict_Next(args[0], &position, &key, &value)) {
-                if (set_clean_attribute(span, key, value) < 0) {
+                Py_INCREF(key); /* a garbage collection may change the dict */
+                Py_INCREF(value);
+                int done = set_clean_attribute(span, key, value);
+                Py_DECREF(key);
+                Py_DECREF(value);
+                if (done < 0) {
                     return NULL;
                 }
             }
@@ -1250,9 +1301,14 @@ parent_from_context(Parent *parent, PyObject *context)
         Py_DECREF(context);
         return -1;
     }
+    int remote = PyObject_IsTrue(PyTuple_GET_ITEM(context, 2));
+    if (remote < 0) {
+        Py_DECREF(context);
+        return -1;
+    }
     parent->there = 1;
     parent->flags = (int)(flags & 0xff);
-    parent->remote = PyObject_IsTrue(PyTuple_GET_ITEM(context, 2)) > 0;
+    parent->remote = remote;
     PyObject *state = PyTuple_GET_ITEM(context, 4);
     parent->trace_state = state == lf_api.default_trace_state ? NULL : Py_NewRef(state);
     parent->context = context;
@@ -1616,6 +1672,9 @@ lf_tracer_plan(LfTracer *tracer)
     if (LF_LIKELY(tracer->epoch == epoch)) {
         return tracer->plan;
     }
+    if (lf_api.context_variable == NULL) { /* the context is kept in another way */
+        return NULL;
+    }
     uint64_t making = epoch;
     PyObject *compiler = lf_compiler_off();
     PyObject *plan = PyObject_CallMethodNoArgs((PyObject *)tracer, str_make_plan);
@@ -1630,6 +1689,9 @@ lf_tracer_plan(LfTracer *tracer)
     }
     if (plan == Py_None) {
         Py_CLEAR(plan);
+    }
+    else {
+        ((LfPlan *)plan)->epoch = making; /* what has changed since it began to be made is not in it */
     }
     Py_XSETREF(tracer->plan, (LfPlan *)plan);
     tracer->epoch = making;
@@ -1658,13 +1720,9 @@ sdk_start_span(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject
 }
 
 static PyObject *
-tracer_start_span(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+start_by_plan(PyObject *self, LfPlan *plan, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     PyObject *given[START_NAMES] = {NULL};
-    LfPlan *plan = lf_tracer_plan((LfTracer *)self);
-    if (plan == NULL) {
-        return PyErr_Occurred() ? NULL : sdk_start_span(self, args, nargs, kwnames);
-    }
     Py_ssize_t keywords = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
     if (nargs > START_NAMES) {
         return sdk_start_span(self, args, nargs, kwnames);
@@ -1699,8 +1757,18 @@ tracer_start_span(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObj
     if (PyErr_Occurred()) {
         return NULL;
     }
-    Py_INCREF(plan);
-    PyObject *span = lf_span_start(plan, &start);
+    return lf_span_start(plan, &start);
+}
+
+static PyObject *
+tracer_start_span(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    LfPlan *plan = lf_tracer_plan((LfTracer *)self);
+    if (plan == NULL) {
+        return PyErr_Occurred() ? NULL : sdk_start_span(self, args, nargs, kwnames);
+    }
+    Py_INCREF(plan); /* reading the arguments may run code that gives the tracer another */
+    PyObject *span = start_by_plan(self, plan, args, nargs, kwnames);
     Py_DECREF(plan);
     return span;
 }

@@ -201,6 +201,14 @@ def _environ_int(name: str, default: int) -> int:
         return default
 
 
+def _answer(requests: SimpleQueue[Any]) -> None:
+    """Let go those who wait for a flush that nobody will do."""
+    with contextlib.suppress(Empty):
+        while True:
+            if isinstance(request := requests.get_nowait(), threading.Event):
+                request.set()
+
+
 class EncodingSpanProcessor(SpanProcessor):
     """Span processor: a bounded queue of encoded spans, and the thread that empties it.
 
@@ -235,6 +243,7 @@ class EncodingSpanProcessor(SpanProcessor):
         self._exported = 0
         self._failed = 0
         self._stopped = False
+        self._ended = False  # the thread is about to end
 
     def _after_fork(self) -> None:
         """In a child, what waits is the parent's, and its thread is not there. One starts with the first span."""
@@ -244,13 +253,14 @@ class EncodingSpanProcessor(SpanProcessor):
         self._stopped = stopped
 
     def _start_thread(self) -> None:
-        self._thread = threading.Thread(
+        self._thread = thread = threading.Thread(
             target=self._run, args=(self._requests,), name="lensfast-span-export", daemon=True
         )
         try:
-            self._thread.start()
+            thread.start()
         except RuntimeError:
-            self._thread = None  # none is to be had: what waits is sent by force_flush and shutdown
+            if self._thread is thread:
+                self._thread = None  # none is to be had: what waits is sent by force_flush and shutdown
 
     def _wake(self, word: str) -> None:
         """Called by the queue, in the thread that ended a span: `first`, `full` or `dropped`."""
@@ -271,6 +281,10 @@ class EncodingSpanProcessor(SpanProcessor):
                 request = requests.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
             except Empty:
                 request = "due"
+            if self._thread is not threading.current_thread():
+                # Two were started at once, and this is one too many.
+                requests.put("first" if request == "due" else request)
+                return
             if request == "first":
                 due = time.monotonic() + self._delay
                 continue
@@ -283,6 +297,8 @@ class EncodingSpanProcessor(SpanProcessor):
             if isinstance(request, threading.Event):
                 request.set()
             elif request == "stop":
+                self._ended = True
+                _answer(requests)
                 return
 
     def _export(self, everything: bool) -> None:
@@ -331,6 +347,8 @@ class EncodingSpanProcessor(SpanProcessor):
             return True
         done = threading.Event()
         self._requests.put(done)
+        if self._ended:  # the thread may not have seen it
+            _answer(self._requests)
         return done.wait(None if timeout_millis is None else timeout_millis / 1000)
 
     def shutdown(self, timeout_millis: float = 30_000) -> None:

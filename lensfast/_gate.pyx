@@ -6,6 +6,7 @@ The interface is that of lensfast._gate_py, which has the same behaviour in Pyth
 """
 
 from cpython.object cimport PyObject, PyTypeObject
+from cpython.ref cimport Py_INCREF
 
 import os
 from threading import RLock
@@ -152,11 +153,8 @@ def traced(function, group, runner, shown):
     return lf_traced_new(function, group, runner, shown)
 
 
-_held = []
-
-
 cdef PyObject *_hold(object thing):
-    _held.append(thing)
+    Py_INCREF(thing)  # for ever: spans may outlive this module's globals at the end of the interpreter
     return <PyObject *>thing
 
 

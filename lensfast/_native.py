@@ -11,6 +11,7 @@ Those private names are why an SDK that is not known gets its own spans: see why
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 from contextlib import suppress
@@ -146,19 +147,24 @@ class TracerProvider(sdk.TracerProvider):
             return kept.get(scope, native)  # type: ignore[no-any-return]  # another thread may have been faster
 
 
+@functools.cache  # a plan may have to be made while the interpreter ends, when nothing can be imported any more
+def _late() -> tuple[Any, ...]:
+    from ._export import EncodingSpanProcessor, encoded_frame
+    from .providers import _OpenSpanCloser, _ScopedSpanAttributes
+
+    return EncodingSpanProcessor, encoded_frame, _OpenSpanCloser, _ScopedSpanAttributes
+
+
 def _plan(tracer: Tracer) -> SimpleNamespace:
     """What compiled.Plan is made from."""
-    from ._export import EncodingSpanProcessor, encoded_frame
-    from .providers import _OpenSpanCloser as OpenSpanCloser
-    from .providers import _ScopedSpanAttributes as ScopedSpanAttributes
-
+    encoding, encoded_frame, closing, scoping = _late()
     processors = tracer.span_processor
     each: tuple[Any, ...] = (processors,)
     if type(processors) is _Processors:
         each = processors._span_processors
-    closers = [processor for processor in each if isinstance(processor, OpenSpanCloser)]
-    scoped = [processor for processor in each if isinstance(processor, ScopedSpanAttributes)]
-    sinks = {id(processor): processor.sink for processor in each if isinstance(processor, EncodingSpanProcessor)}
+    closers = [processor for processor in each if isinstance(processor, closing)]
+    scoped = [processor for processor in each if isinstance(processor, scoping)]
+    sinks = {id(processor): processor.sink for processor in each if isinstance(processor, encoding)}
     limits = tracer._span_limits
     resource_head, resource_tail, scope_head, scope_tail = b"", b"", b"", b""
     if sinks:
