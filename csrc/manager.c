@@ -383,8 +383,16 @@ manager_enter(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     Manager *self = (Manager *)object;
     Entered entered = {NULL, NULL, NULL, NULL, NULL, NULL};
+    Entered *before = NULL;
+    if (LF_UNLIKELY(self->is_entered)) {
+        /* The disabled span may be entered while it is entered, so this may be, too. */
+        before = PyMem_Malloc(sizeof(Entered));
+        if (before == NULL) {
+            return PyErr_NoMemory();
+        }
+    }
     if (PyContextVar_Get(lf_api.context_variable, NULL, &entered.outer) < 0) {
-        return NULL;
+        goto failed;
     }
     PyObject *span = start(self, entered.outer);
     if (span == NULL) {
@@ -416,19 +424,21 @@ manager_enter(PyObject *object, PyObject *Py_UNUSED(unused))
         }
     }
     if (LF_UNLIKELY(self->is_entered)) {
-        /* The disabled span may be entered while it is entered, so this may be, too. */
-        Entered *before = PyMem_Malloc(sizeof(Entered));
-        if (before == NULL) {
+        if (before == NULL && (before = PyMem_Malloc(sizeof(Entered))) == NULL) { /* entered by a hook, just now */
             PyErr_NoMemory();
             goto failed;
         }
         *before = self->entered;
         entered.before = before;
     }
+    else {
+        PyMem_Free(before);
+    }
     self->entered = entered;
     self->is_entered = 1;
     return Py_NewRef(entered.span == NULL ? lf_api.invalid_span : entered.span);
 failed:
+    PyMem_Free(before);
     clear_entered(&entered);
     return NULL;
 }

@@ -34,7 +34,7 @@ enum {
     FLAGS_IS_REMOTE = 0x200,
 };
 
-enum { DEEPEST = 4, FIRST_SIZE = 512, FIRST_RUNS = 4, ODD_SIZE = 4096, MOST_SPARE = 1 << 20 };
+enum { DEEPEST = 4, FIRST_SIZE = 512, FIRST_RUNS = 4, RUN_SIZE = 2048, ODD_SIZE = 4096, MOST_SPARE = 1 << 20 };
 
 PyTypeObject *lf_sink_type = NULL;
 
@@ -590,6 +590,7 @@ typedef struct {
     size_t waiting_size; /* bytes */
     unsigned long long accepted;
     unsigned long long dropped;
+    int announced; /* that there is something, since there was nothing */
     int full;     /* a full batch has been announced, and none been taken since */
     int told;     /* that spans are dropped */
     Buffer spare; /* of a batch that is gone, for the next one */
@@ -689,14 +690,17 @@ drop(Sink *sink)
 static int
 count_added(Sink *sink, Batch *batch, size_t size)
 {
-    int first = sink->waiting == 0;
     batch->spans++;
     batch->size += size;
     sink->accepted++;
     sink->waiting++;
     sink->waiting_size += size;
-    if (LF_UNLIKELY(first) && wake(sink, "first") < 0) {
-        return -1;
+    if (LF_UNLIKELY(!sink->announced)) {
+        sink->announced = 1;
+        if (wake(sink, "first") < 0) {
+            sink->announced = 0; /* interrupted: the next span does it */
+            return -1;
+        }
     }
     if (LF_UNLIKELY(!sink->full && (sink->waiting >= sink->batch_spans || sink->waiting_size >= sink->batch_bytes))) {
         sink->full = 1;
@@ -753,7 +757,12 @@ lf_sink_add(PyObject *self, PyObject *object)
         batch = new_batch(sink);
     }
     if (batch != NULL && done == ENCODED) {
+        int runs = batch->runs;
         run = run_of(batch, span->plan, &sink->spare);
+        if (batch->runs != runs && runs != 0) { /* many tracers are not to make the queue larger than it looks */
+            batch->size += RUN_SIZE;
+            sink->waiting_size += RUN_SIZE;
+        }
     }
     if (LF_UNLIKELY(batch == NULL || (run == NULL && done == ENCODED))) {
         done = NO_MEMORY;
@@ -869,6 +878,9 @@ sink_take(PyObject *self, PyObject *everything)
     }
     sink->waiting -= batch->spans;
     sink->waiting_size -= batch->size;
+    if (sink->waiting == 0) {
+        sink->announced = 0;
+    }
     PyObject *request = batch_request(batch);
     PyObject *result = request == NULL ? NULL : Py_BuildValue("(OOn)", request, batch->odd, batch->spans);
     Py_XDECREF(request);
@@ -887,7 +899,7 @@ sink_empty(Sink *sink)
     sink->oldest = sink->newest = NULL; /* first: what is freed may have finalisers, which end spans */
     sink->waiting = 0;
     sink->waiting_size = 0;
-    sink->full = 0;
+    sink->full = sink->announced = 0;
     while (batch != NULL) {
         Batch *next = batch->next;
         batch_free(sink, batch);
