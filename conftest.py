@@ -22,6 +22,13 @@ with suppress(ImportError):
     # Where torch's compiler is the first to import it, in the middle of a long run, its distutils shim may fail.
     import setuptools  # noqa: F401
 
+with suppress(ImportError):
+    from hypothesis import settings
+
+    # The deadline of an example would be a timing assertion: it fails under sanitizers and beside other suites.
+    settings.register_profile("lensfast", deadline=None)
+    settings.load_profile("lensfast")
+
 BACKENDS = ("c", "python")
 ROOT = Path(__file__).resolve().parent
 _loaded: dict[str, dict[str, ModuleType]] = {}
