@@ -214,8 +214,8 @@ def build_providers(
     if config.exporter == "otlp":
         check_variables(built_here)
     if config.traces_enabled:
-        encoded = signals["traces"] and config.exporter == "otlp" and _why_sdk_spans(config) is None
-        _check_batch_variables("OTEL_BSP", encoded)
+        why_sdk_spans = _why_sdk_spans(config)
+        _check_batch_variables("OTEL_BSP", signals["traces"] and config.exporter == "otlp" and why_sdk_spans is None)
     if config.logs_enabled:
         _check_batch_variables("OTEL_BLRP")
     metric_interval_ms = _metric_interval_ms() if signals["metrics"] else 0
@@ -223,7 +223,6 @@ def build_providers(
     resource = _build_resource(config, rank, world_size, resource_attributes)
     processors: list[Any] = []
     if config.traces_enabled:
-        why_sdk_spans = _why_sdk_spans(config)
         exporter = span_exporter or _build_span_exporter(config)
         processors = [
             _ScopedSpanAttributes(),
