@@ -1,12 +1,17 @@
-/* The few atomic operations the gate needs, for compilers with and without the GCC builtins. */
+/* What keeps threads apart: atomic operations, for compilers with and without the GCC builtins, and, where there is no
+   GIL, locks. */
 #ifndef LENSFAST_ATOMICS_H
 #define LENSFAST_ATOMICS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
 
 #if defined(__GNUC__) || defined(__clang__)
 #define LF_LOAD_RELAXED(p) __atomic_load_n((p), __ATOMIC_RELAXED)
 #define LF_LOAD_ACQUIRE(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
 #define LF_STORE_RELAXED(p, v) __atomic_store_n((p), (v), __ATOMIC_RELAXED)
 #define LF_STORE_RELEASE(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
+#define LF_INCREMENT(p) ((void)__atomic_add_fetch((p), 1, __ATOMIC_RELEASE))
 #define LF_LIKELY(x) __builtin_expect(!!(x), 1)
 #define LF_UNLIKELY(x) __builtin_expect(!!(x), 0)
 #elif defined(Py_GIL_DISABLED)
@@ -17,8 +22,56 @@
 #define LF_LOAD_ACQUIRE(p) (*(p))
 #define LF_STORE_RELAXED(p, v) (*(p) = (v))
 #define LF_STORE_RELEASE(p, v) (*(p) = (v))
+#define LF_INCREMENT(p) ((void)++*(p))
 #define LF_LIKELY(x) (x)
 #define LF_UNLIKELY(x) (x)
 #endif
+
+/* An object's own lock, which CPython lets go while its holder waits for another, as it does with the GIL: what was read
+   of the object before any call may have changed after it. */
+#if PY_VERSION_HEX < 0x030D0000
+#define Py_BEGIN_CRITICAL_SECTION(object) {
+#define Py_END_CRITICAL_SECTION() }
+#define Py_BEGIN_CRITICAL_SECTION2(a, b) {
+#define Py_END_CRITICAL_SECTION2() }
+#endif
+
+/* A lock that is kept: between the two, no Python code may run and no reference be given back. */
+#if defined(Py_GIL_DISABLED)
+typedef PyMutex LfMutex;
+#define LF_LOCK(mutex) PyMutex_Lock(mutex)
+#define LF_UNLOCK(mutex) PyMutex_Unlock(mutex)
+#define LF_MUTEX_RESET(mutex) (*(mutex) = (PyMutex){0})
+#else
+typedef char LfMutex;
+#define LF_LOCK(mutex) ((void)(mutex))
+#define LF_UNLOCK(mutex) ((void)(mutex))
+#define LF_MUTEX_RESET(mutex) ((void)(mutex))
+#endif
+
+/* dict[key]: a new reference, or NULL, with or without an exception. */
+static inline PyObject *
+lf_dict_get(PyObject *dict, PyObject *key)
+{
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject *value;
+    PyDict_GetItemRef(dict, key, &value);
+    return value;
+#else
+    return Py_XNewRef(PyDict_GetItemWithError(dict, key));
+#endif
+}
+
+static inline PyObject *
+lf_dict_get_text(PyObject *dict, const char *key)
+{
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject *value;
+    PyDict_GetItemStringRef(dict, key, &value);
+    return value;
+#else
+    return Py_XNewRef(PyDict_GetItemString(dict, key));
+#endif
+}
 
 #endif

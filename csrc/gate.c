@@ -94,10 +94,22 @@ static PyMethodDef managed_span_def = {
     "A context manager for one span of `group`: yields the span, or None while the group is disabled.\n\n"
     "See lensfast.helpers for the whole of its behaviour, which is the same on both backends."};
 
+static PyObject *
+shared_function(PyMethodDef *def, PyObject *module_name)
+{
+    PyObject *function = PyCFunction_NewEx(def, NULL, module_name);
+#if defined(Py_GIL_DISABLED)
+    if (function != NULL) {
+        lf_make_immortal(function); /* else all threads would count references in one place */
+    }
+#endif
+    return function;
+}
+
 PyObject *
 lf_gate_is_enabled_function(PyObject *module_name)
 {
-    return PyCFunction_NewEx(&is_enabled_def, NULL, module_name);
+    return shared_function(&is_enabled_def, module_name);
 }
 
 PyObject *
@@ -105,7 +117,7 @@ lf_gate_managed_span_function(PyObject *module_name, PyObject *in_full)
 {
     /* Not the builtin's self: pickle and __qualname__ would take it for the owner of a method. */
     Py_XSETREF(managed_span_in_full, Py_NewRef(in_full));
-    return PyCFunction_NewEx(&managed_span_def, NULL, module_name);
+    return shared_function(&managed_span_def, module_name);
 }
 
 int

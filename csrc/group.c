@@ -84,6 +84,9 @@ lf_group_intern(PyObject *name)
     group->name = Py_NewRef(name);
     PyUnicode_InternInPlace(&group->name); /* so a literal at a call site is found by its pointer */
     group->hash = PyObject_Hash(group->name);
+#if defined(Py_GIL_DISABLED)
+    lf_make_immortal((PyObject *)group); /* it is, and all threads would count references in one place */
+#endif
     table_put(lf_table, group); /* the table owns this reference for ever */
     table_used++;
     return Py_NewRef((PyObject *)group);

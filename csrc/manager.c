@@ -66,11 +66,10 @@ lf_manager_ready(void)
 static PyObject *
 call_python(const char *name, PyObject *const *args, size_t nargs)
 {
-    PyObject *function = PyDict_GetItemString(spans, name);
+    PyObject *function = lf_dict_get_text(spans, name);
     if (function == NULL) {
         return PyErr_Format(PyExc_RuntimeError, "lensfast._spans has no %s", name);
     }
-    Py_INCREF(function);
     PyObject *compiler = lf_compiler_off();
     PyObject *result = PyObject_Vectorcall(function, args, nargs, NULL);
     lf_compiler_on(compiler);
@@ -115,7 +114,7 @@ static int
 name_changed(PyDict_WatchEvent Py_UNUSED(event), PyObject *Py_UNUSED(dict), PyObject *Py_UNUSED(key),
              PyObject *Py_UNUSED(value))
 {
-    names_epoch++;
+    LF_INCREMENT(&names_epoch);
     return 0;
 }
 #endif
@@ -131,71 +130,119 @@ watch_names(void)
     }
     /* Each time: the modules may have been imported anew. */
     names_are_watched = watcher >= 0 && PyDict_Watch(watcher, traces) == 0 && PyDict_Watch(watcher, spans) == 0;
-    names_epoch++;
+    LF_INCREMENT(&names_epoch);
     PyErr_Clear();
 #endif
 }
 
-/* _spans.watch, borrowed: NULL if spans are not watched. */
+/* dict[key], where a change that has been told has been made: a new reference. */
 static PyObject *
-span_watch(void)
+look_up(PyObject *dict, PyObject *key)
 {
-    static uint64_t looked = 0;
-    static PyObject *watch = NULL; /* borrowed from the dict, which says when it changes */
-    if (LF_UNLIKELY(looked != names_epoch || !names_are_watched)) {
-        looked = names_epoch;
-        watch = PyDict_GetItemWithError(spans, str_watch);
-        if (watch == Py_None) {
-            watch = NULL;
-        }
+    PyObject *value;
+    Py_BEGIN_CRITICAL_SECTION(dict);
+    value = lf_dict_get(dict, key);
+    Py_END_CRITICAL_SECTION();
+    return value;
+}
+
+/* Whether there is a _spans.watch. */
+static int
+spans_are_watched(void)
+{
+    static uint64_t looked = 0; /* twice the epoch, and whether there is one: one word, for threads */
+    uint64_t now = LF_LOAD_ACQUIRE(&names_epoch), known = LF_LOAD_RELAXED(&looked);
+    if (LF_UNLIKELY(known >> 1 != now || !names_are_watched)) {
+        PyObject *watch = look_up(spans, str_watch);
+        known = now << 1 | (watch != NULL && watch != Py_None);
+        Py_XDECREF(watch);
+        LF_STORE_RELAXED(&looked, known);
     }
-    return watch;
+    return (int)(known & 1);
 }
 
 static struct {
     PyObject *scope, *provider, *tracer;
     uint64_t looked;
 } tracers[TRACERS];
+static LfMutex tracers_lock;
+
+/* A known tracer of `scope` and `provider`: a new reference. If `provider` is NULL, that which was global when the names
+   were as they are now. */
+static PyObject *
+known_tracer(PyObject *scope, PyObject *provider, uint64_t looking)
+{
+    PyObject *tracer = NULL;
+    LF_LOCK(&tracers_lock);
+    for (int i = 0; i < TRACERS; i++) {
+        if (tracers[i].scope != scope) {
+            continue;
+        }
+        if (provider == NULL ? tracers[i].looked == looking : tracers[i].provider == provider) {
+            tracers[i].looked = looking;
+            tracer = Py_NewRef(tracers[i].tracer);
+        }
+        break;
+    }
+    LF_UNLOCK(&tracers_lock);
+    return tracer;
+}
+
+static void
+know_tracer(PyObject *scope, PyObject *provider, PyObject *tracer, uint64_t looking)
+{
+    Py_INCREF(scope);
+    Py_INCREF(provider);
+    Py_INCREF(tracer);
+    int i = 0;
+    LF_LOCK(&tracers_lock);
+    while (i < TRACERS - 1 && tracers[i].scope != scope && tracers[i].scope != NULL) {
+        i++;
+    }
+    PyObject *const old[] = {tracers[i].scope, tracers[i].provider, tracers[i].tracer};
+    tracers[i].scope = scope;
+    tracers[i].provider = provider;
+    tracers[i].tracer = tracer;
+    tracers[i].looked = looking;
+    LF_UNLOCK(&tracers_lock);
+    for (int j = 0; j < 3; j++) {
+        Py_XDECREF(old[j]); /* at last: a finaliser may ask for a tracer */
+    }
+}
+
+/* Whether traces[name] is no more what it was at the start. */
+static int
+is_patched(PyObject *name, PyObject *original)
+{
+    PyObject *now = look_up(traces, name);
+    Py_XDECREF(now); /* only compared */
+    return now != original;
+}
 
 /* The tracer of `scope` of the provider that is global now: a new reference. */
 static PyObject *
 current_tracer(PyObject *scope)
 {
-    int i = 0;
-    while (i < TRACERS && tracers[i].scope != scope) {
-        i++;
+    uint64_t looking = LF_LOAD_ACQUIRE(&names_epoch);
+    PyObject *tracer = LF_LIKELY(names_are_watched) ? known_tracer(scope, NULL, looking) : NULL;
+    if (LF_LIKELY(tracer != NULL)) {
+        return tracer;
     }
-    if (LF_LIKELY(i < TRACERS && tracers[i].looked == names_epoch && names_are_watched)) {
-        return Py_NewRef(tracers[i].tracer);
+    PyObject *provider = look_up(traces, str_tracer_provider);
+    int patched = is_patched(str_get_tracer, get_tracer) || is_patched(str_get_tracer_provider, get_tracer_provider);
+    if (provider != NULL && !patched) {
+        tracer = known_tracer(scope, provider, looking);
     }
-    uint64_t looking = names_epoch;
-    PyObject *provider = PyDict_GetItemWithError(traces, str_tracer_provider);
-    int patched = PyDict_GetItemWithError(traces, str_get_tracer) != get_tracer ||
-                  PyDict_GetItemWithError(traces, str_get_tracer_provider) != get_tracer_provider;
-    if (i < TRACERS && !patched && provider != NULL && tracers[i].provider == provider) {
-        tracers[i].looked = looking;
-        return Py_NewRef(tracers[i].tracer);
-    }
-    Py_XINCREF(provider);
-    PyObject *tracer = call_python("current_tracer", &scope, 1);
-    looking = names_epoch;
-    PyObject *now = PyDict_GetItemWithError(traces, str_tracer_provider);
-    Py_XDECREF(provider); /* only compared from here on */
-    /* If it has been replaced meanwhile, the tracer is not that of the new one. */
-    if (tracer != NULL && !patched && provider != NULL && provider != Py_None && now == provider) {
-        if (i == TRACERS) {
-            for (i = 0; i < TRACERS - 1 && tracers[i].scope != NULL; i++) {
-            }
-        }
-        PyObject *const old[] = {tracers[i].scope, tracers[i].provider, tracers[i].tracer};
-        tracers[i].scope = Py_NewRef(scope);
-        tracers[i].provider = Py_NewRef(provider);
-        tracers[i].tracer = Py_NewRef(tracer);
-        tracers[i].looked = looking;
-        for (int j = 0; j < 3; j++) {
-            Py_XDECREF(old[j]); /* at last: a finaliser may ask for a tracer */
+    if (tracer == NULL) {
+        tracer = call_python("current_tracer", &scope, 1);
+        looking = LF_LOAD_ACQUIRE(&names_epoch);
+        /* If it has been replaced meanwhile, the tracer is not that of the new one. */
+        if (tracer != NULL && !patched && provider != NULL && provider != Py_None &&
+            !is_patched(str_tracer_provider, provider)) {
+            know_tracer(scope, provider, tracer, looking);
         }
     }
+    Py_XDECREF(provider);
     return tracer;
 }
 
@@ -215,7 +262,6 @@ start_span(Manager *self, PyObject *current)
         if (plan != NULL) {
             LfStart start = {.name = self->name, .current = current, .kind = self->kind, .record_exception = 1,
                              .set_status_on_exception = 1};
-            Py_INCREF(plan);
             span = lf_span_start(plan, &start);
             Py_DECREF(plan);
             Py_DECREF(tracer);
@@ -316,24 +362,38 @@ static int
 may_be_recomputing(void)
 {
     static PyObject *for_module = NULL, *task_id = NULL;
+    static LfMutex lock;
     PyObject *modules = PyImport_GetModuleDict(); /* borrowed */
-    PyObject *torch = PyDict_CheckExact(modules) ? PyDict_GetItemWithError(modules, str_torch) : NULL;
+    PyObject *torch = PyDict_CheckExact(modules) ? lf_dict_get(modules, str_torch) : NULL;
     if (torch == NULL) {
         PyErr_Clear();
         return 0;
     }
-    if (torch != for_module) {
+    LF_LOCK(&lock);
+    PyObject *function = torch == for_module ? Py_NewRef(task_id) : NULL;
+    LF_UNLOCK(&lock);
+    if (LF_UNLIKELY(function == NULL)) {
         PyObject *inner = PyObject_GetAttrString(torch, "_C");
-        PyObject *function = inner == NULL ? NULL : PyObject_GetAttr(inner, str_task_id);
+        function = inner == NULL ? NULL : PyObject_GetAttr(inner, str_task_id);
         Py_XDECREF(inner);
         if (function == NULL) {
             PyErr_Clear();
+            Py_DECREF(torch);
             return 1;
         }
-        Py_XSETREF(task_id, function);
-        Py_XSETREF(for_module, Py_NewRef(torch));
+        Py_INCREF(function);
+        Py_INCREF(torch);
+        LF_LOCK(&lock);
+        PyObject *const old[] = {task_id, for_module};
+        task_id = function;
+        for_module = torch;
+        LF_UNLOCK(&lock);
+        Py_XDECREF(old[0]);
+        Py_XDECREF(old[1]);
     }
-    PyObject *id = PyObject_CallNoArgs(task_id);
+    Py_DECREF(torch);
+    PyObject *id = PyObject_CallNoArgs(function);
+    Py_DECREF(function);
     int idle = id != NULL && PyLong_Check(id) && PyLong_AsLong(id) == -1 && !PyErr_Occurred();
     Py_XDECREF(id);
     PyErr_Clear();
@@ -379,9 +439,8 @@ clear_entered(Entered *entered)
 }
 
 static PyObject *
-manager_enter(PyObject *object, PyObject *Py_UNUSED(unused))
+enter(Manager *self)
 {
-    Manager *self = (Manager *)object;
     Entered entered = {NULL, NULL, NULL, NULL, NULL, NULL};
     Entered *before = NULL;
     if (LF_UNLIKELY(self->is_entered)) {
@@ -404,7 +463,7 @@ manager_enter(PyObject *object, PyObject *Py_UNUSED(unused))
     }
     else {
         entered.span = span;
-        if (LF_UNLIKELY(span_watch() != NULL)) {
+        if (LF_UNLIKELY(spans_are_watched())) {
             PyObject *arguments[] = {self->group == NULL ? Py_None : self->group, self->name};
             entered.watch = call_python("start_watch", arguments, 2);
             if (entered.watch == NULL) {
@@ -441,6 +500,16 @@ failed:
     PyMem_Free(before);
     clear_entered(&entered);
     return NULL;
+}
+
+static PyObject *
+manager_enter(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    PyObject *span;
+    Py_BEGIN_CRITICAL_SECTION(self);
+    span = enter((Manager *)self);
+    Py_END_CRITICAL_SECTION();
+    return span;
 }
 
 /* ---- leaving ---- */
@@ -497,12 +566,8 @@ end(Manager *self, const Entered *entered, PyObject *error)
 }
 
 static PyObject *
-manager_exit(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
+leave(Manager *self, PyObject *error)
 {
-    Manager *self = (Manager *)object;
-    if (LF_UNLIKELY(nargs != 3)) {
-        return PyErr_Format(PyExc_TypeError, "__exit__() takes 3 arguments (%zd given)", nargs);
-    }
     if (LF_UNLIKELY(!self->is_entered)) {
         return PyErr_Format(PyExc_RuntimeError, "the manager of span %R was left without being entered", self->name);
     }
@@ -519,7 +584,7 @@ manager_exit(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
     if (entered.span != NULL) {
         Py_INCREF(self);
         /* In this order, so that an on_end processor sees the parent as current. */
-        failed = detach(self, &entered) < 0 || end(self, &entered, args[1]) < 0;
+        failed = detach(self, &entered) < 0 || end(self, &entered, error) < 0;
         Py_DECREF(self);
     }
     clear_entered(&entered);
@@ -527,6 +592,19 @@ manager_exit(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     Py_RETURN_NONE;
+}
+
+static PyObject *
+manager_exit(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (LF_UNLIKELY(nargs != 3)) {
+        return PyErr_Format(PyExc_TypeError, "__exit__() takes 3 arguments (%zd given)", nargs);
+    }
+    PyObject *result;
+    Py_BEGIN_CRITICAL_SECTION(self);
+    result = leave((Manager *)self, args[1]);
+    Py_END_CRITICAL_SECTION();
+    return result;
 }
 
 /* start(): a Python OpenSpan, for those who attach and end it themselves. */
@@ -544,7 +622,7 @@ manager_start(PyObject *object, PyObject *Py_UNUSED(unused))
     }
     PyObject *result;
     if (span == Py_None) {
-        result = Py_XNewRef(PyDict_GetItemString(spans, "UNSTARTED"));
+        result = lf_dict_get_text(spans, "UNSTARTED");
     }
     else {
         PyObject *arguments[] = {object, span};
@@ -598,7 +676,7 @@ static int spares = 0;
 static Manager *
 manager_alloc(PyTypeObject *type)
 {
-    if (LF_LIKELY(spares > 0)) {
+    if (LF_LIKELY(MOST_SPARE > 0 && spares > 0)) {
         Manager *self = spare[--spares];
         PyObject_Init((PyObject *)self, type);
         PyObject_GC_Track(self);
@@ -799,12 +877,12 @@ static PyType_Spec ungated_spec = {
 static int
 take(PyObject *dict, const char *name, PyObject **where)
 {
-    PyObject *value = PyDict_GetItemString(dict, name);
+    PyObject *value = lf_dict_get_text(dict, name);
     if (value == NULL) {
         PyErr_Format(PyExc_RuntimeError, "managers of spans need %s", name);
         return -1;
     }
-    Py_XSETREF(*where, Py_NewRef(value));
+    Py_XSETREF(*where, value);
     return 0;
 }
 

@@ -358,25 +358,30 @@ static int
 ask_trace_state(Facts *facts, PyObject *state)
 {
     static PyObject *last_state = NULL, *last_text = NULL;
+    static LfMutex lock;
     if (!Py_IS_TYPE(state, Py_TYPE(lf_api.default_trace_state))) {
         return ODD;
     }
-    if (LF_UNLIKELY(state != last_state)) {
+    LF_LOCK(&lock);
+    facts->state = state == last_state ? Py_NewRef(last_text) : NULL;
+    LF_UNLOCK(&lock);
+    if (LF_UNLIKELY(facts->state == NULL)) {
         PyObject *text = PyObject_CallMethod(state, "to_header", NULL);
         if (text == NULL || !PyUnicode_CheckExact(text)) {
             Py_XDECREF(text);
             PyErr_Clear();
             return ODD;
         }
+        facts->state = Py_NewRef(text);
+        Py_INCREF(state);
+        LF_LOCK(&lock);
         PyObject *const old[] = {last_state, last_text};
-        last_state = Py_NewRef(state);
+        last_state = state;
         last_text = text;
+        LF_UNLOCK(&lock);
         Py_XDECREF(old[0]);
         Py_XDECREF(old[1]);
-        facts->state = Py_NewRef(text);
-        return ENCODED;
     }
-    facts->state = Py_NewRef(last_text);
     return ENCODED;
 }
 
@@ -419,7 +424,7 @@ is_empty(PyObject *list)
     return is;
 }
 
-/* ENCODED if C can encode the span. What the facts have is the caller's to forget. */
+/* ENCODED if C can encode the span. What the facts have is the caller's to forget. The caller holds the span's lock. */
 static int
 ask(Facts *facts, LfSpan *span)
 {
@@ -473,7 +478,30 @@ encode_status(Buffer *buffer, const Facts *facts)
     return finish(buffer, start, 1);
 }
 
-/* Runs no Python code, and so without an interruption. */
+/* Nobody else changes the dict meanwhile, unless a thread without the GIL waits for another that reads the same text. */
+static int
+encode_attributes(Buffer *buffer, PyObject *attributes)
+{
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    int done = ENCODED;
+    Py_BEGIN_CRITICAL_SECTION(attributes);
+    while (done == ENCODED && PyDict_Next(attributes, &position, &key, &value)) {
+#if defined(Py_GIL_DISABLED)
+        Py_INCREF(key);
+        Py_INCREF(value);
+#endif
+        done = encode_attribute(buffer, key, value);
+#if defined(Py_GIL_DISABLED)
+        Py_DECREF(key);
+        Py_DECREF(value);
+#endif
+    }
+    Py_END_CRITICAL_SECTION();
+    return done;
+}
+
+/* Runs no Python code, and so without an interruption. The caller holds the span's lock. */
 static int
 encode_span(Buffer *buffer, const LfSpan *span, const Facts *facts)
 {
@@ -526,13 +554,9 @@ encode_span(Buffer *buffer, const LfSpan *span, const Facts *facts)
         put_fixed64(buffer, (uint64_t)span->end);
     }
     if (span->attributes != NULL) {
-        PyObject *key, *value;
-        Py_ssize_t position = 0;
-        while (PyDict_Next(span->attributes, &position, &key, &value)) {
-            int done = encode_attribute(buffer, key, value);
-            if (done != ENCODED) {
-                return done;
-            }
+        int done = encode_attributes(buffer, span->attributes);
+        if (done != ENCODED) {
+            return done;
         }
     }
     if (facts->dropped != 0) {
@@ -579,6 +603,7 @@ typedef struct Batch {
 
 typedef struct {
     PyObject_HEAD
+    LfMutex lock;
     PyObject *wake; /* called with a word when there is something to do */
     Py_ssize_t max_spans;
     size_t max_bytes;
@@ -602,11 +627,13 @@ batch_free(Sink *sink, Batch *batch)
 {
     for (int i = 0; i < batch->runs; i++) {
         Buffer *buffer = &batch->run[i].buffer;
+        LF_LOCK(&sink->lock);
         if (buffer->capacity > sink->spare.capacity && buffer->capacity <= MOST_SPARE) {
             Buffer old = sink->spare;
             sink->spare = *buffer;
             *buffer = old;
         }
+        LF_UNLOCK(&sink->lock);
         PyMem_RawFree(buffer->data);
         Py_DECREF(batch->run[i].plan);
     }
@@ -676,6 +703,9 @@ run_of(Batch *batch, LfPlan *plan, Buffer *spare)
     return run;
 }
 
+/* What `wake` is to be called with, once the lock is given back. */
+enum { SAY_FIRST = 1, SAY_FULL = 2, SAY_DROPPED = 4 };
+
 static int
 drop(Sink *sink)
 {
@@ -684,12 +714,13 @@ drop(Sink *sink)
         return 0;
     }
     sink->told = 1;
-    return wake(sink, "dropped");
+    return SAY_DROPPED;
 }
 
 static int
 count_added(Sink *sink, Batch *batch, size_t size)
 {
+    int say = 0;
     batch->spans++;
     batch->size += size;
     sink->accepted++;
@@ -697,16 +728,31 @@ count_added(Sink *sink, Batch *batch, size_t size)
     sink->waiting_size += size;
     if (LF_UNLIKELY(!sink->announced)) {
         sink->announced = 1;
-        if (wake(sink, "first") < 0) {
-            sink->announced = 0; /* interrupted: the next span does it */
-            return -1;
-        }
+        say = SAY_FIRST;
     }
     if (LF_UNLIKELY(!sink->full && (sink->waiting >= sink->batch_spans || sink->waiting_size >= sink->batch_bytes))) {
         sink->full = 1;
-        return wake(sink, "full");
+        say |= SAY_FULL;
     }
-    return 0;
+    return say;
+}
+
+static int
+say_words(Sink *sink, int words)
+{
+    if (words & SAY_FIRST && wake(sink, "first") < 0) {
+        LF_LOCK(&sink->lock);
+        sink->announced = 0; /* interrupted: the next span does it */
+        if (words & SAY_FULL) {
+            sink->full = 0;
+        }
+        LF_UNLOCK(&sink->lock);
+        return -1;
+    }
+    if (words & SAY_FULL && wake(sink, "full") < 0) {
+        return -1;
+    }
+    return words & SAY_DROPPED ? wake(sink, "dropped") : 0;
 }
 
 /* What C does not encode waits as it is. */
@@ -726,6 +772,42 @@ is_full(const Sink *sink, const Batch *batch)
     return batch->spans >= sink->batch_spans || batch->size >= sink->batch_bytes;
 }
 
+/* Put a span into the queue, as ENCODED or ODD; returns what to say. The caller holds the locks of both. */
+static int
+put_span(Sink *sink, PyObject *object, int done, const Facts *facts)
+{
+    LfSpan *span = (LfSpan *)object; /* if it is to be ENCODED */
+    if (LF_UNLIKELY(sink->closed || sink->waiting >= sink->max_spans || sink->waiting_size >= sink->max_bytes)) {
+        return drop(sink);
+    }
+    Batch *batch = sink->newest;
+    if (batch == NULL || is_full(sink, batch)) {
+        batch = new_batch(sink);
+        if (batch == NULL) {
+            return drop(sink);
+        }
+    }
+    if (LF_UNLIKELY(done == ODD)) {
+        return add_odd(sink, batch, object);
+    }
+    int runs = batch->runs;
+    Run *run = run_of(batch, span->plan, &sink->spare);
+    if (batch->runs != runs && runs != 0) { /* many tracers are not to make the queue larger than it looks */
+        batch->size += RUN_SIZE;
+        sink->waiting_size += RUN_SIZE;
+    }
+    if (run == NULL) {
+        return drop(sink);
+    }
+    size_t before = run->buffer.length;
+    done = encode_span(&run->buffer, span, facts);
+    if (LF_LIKELY(done == ENCODED)) {
+        return count_added(sink, batch, run->buffer.length - before);
+    }
+    run->buffer.length = before;
+    return done == ODD ? add_odd(sink, batch, object) : drop(sink);
+}
+
 int
 lf_sink_add(PyObject *self, PyObject *object)
 {
@@ -735,54 +817,24 @@ lf_sink_add(PyObject *self, PyObject *object)
     if (span != NULL && !(span->flags & LF_SAMPLED)) {
         return 0;
     }
+    int words;
+    Py_BEGIN_CRITICAL_SECTION(object);
     int done = ODD;
     if (span != NULL) {
         int asks_python = span->status || span->bounded || span->events || span->links || span->trace_state;
         PyObject *compiler = LF_UNLIKELY(asks_python) ? lf_compiler_off() : NULL;
         done = ask(&facts, span);
         lf_compiler_on(compiler);
-    }
-    if (span != NULL && PyBytes_GET_SIZE(span->plan->resource_head) == 0) {
-        done = ODD; /* its tracer does not know of this sink: somebody has put a processor around it */
-    }
-    if (LF_UNLIKELY(sink->closed || sink->waiting >= sink->max_spans || sink->waiting_size >= sink->max_bytes)) {
-        done = NO_MEMORY;
-    }
-    Batch *batch = sink->newest;
-    Run *run = NULL;
-    if (LF_UNLIKELY(done == NO_MEMORY)) {
-        batch = NULL;
-    }
-    else if (batch == NULL || is_full(sink, batch)) {
-        batch = new_batch(sink);
-    }
-    if (batch != NULL && done == ENCODED) {
-        int runs = batch->runs;
-        run = run_of(batch, span->plan, &sink->spare);
-        if (batch->runs != runs && runs != 0) { /* many tracers are not to make the queue larger than it looks */
-            batch->size += RUN_SIZE;
-            sink->waiting_size += RUN_SIZE;
+        if (PyBytes_GET_SIZE(span->plan->resource_head) == 0) {
+            done = ODD; /* its tracer does not know of this sink: somebody has put a processor around it */
         }
     }
-    if (LF_UNLIKELY(batch == NULL || (run == NULL && done == ENCODED))) {
-        done = NO_MEMORY;
-    }
-    size_t before = run == NULL ? 0 : run->buffer.length;
-    if (LF_LIKELY(done == ENCODED)) {
-        done = encode_span(&run->buffer, span, &facts);
-        if (LF_UNLIKELY(done != ENCODED)) {
-            run->buffer.length = before;
-        }
-    }
+    LF_LOCK(&sink->lock);
+    words = put_span(sink, object, done, &facts);
+    LF_UNLOCK(&sink->lock);
+    Py_END_CRITICAL_SECTION();
     forget(&facts);
-    switch (done) {
-    case ENCODED:
-        return count_added(sink, batch, run->buffer.length - before);
-    case ODD:
-        return add_odd(sink, batch, object);
-    default:
-        return drop(sink);
-    }
+    return LF_LIKELY(words == 0) ? 0 : say_words(sink, words);
 }
 
 /* Write what the batch has of one resource; with a NULL buffer only its length is found. */
@@ -867,9 +919,11 @@ sink_take(PyObject *self, PyObject *everything)
     if (all < 0) {
         return NULL;
     }
+    LF_LOCK(&sink->lock);
     Batch *batch = sink->oldest;
     sink->full = 0;
     if (batch == NULL || (!all && batch == sink->newest && !is_full(sink, batch))) {
+        LF_UNLOCK(&sink->lock);
         Py_RETURN_NONE;
     }
     sink->oldest = batch->next;
@@ -881,32 +935,44 @@ sink_take(PyObject *self, PyObject *everything)
     if (sink->waiting == 0) {
         sink->announced = 0;
     }
+    LF_UNLOCK(&sink->lock);
     PyObject *request = batch_request(batch);
     PyObject *result = request == NULL ? NULL : Py_BuildValue("(OOn)", request, batch->odd, batch->spans);
     Py_XDECREF(request);
     if (result == NULL) {
+        LF_LOCK(&sink->lock);
         sink->accepted -= (unsigned long long)batch->spans;
         sink->dropped += (unsigned long long)batch->spans;
+        LF_UNLOCK(&sink->lock);
     }
     batch_free(sink, batch);
     return result;
 }
 
-static void
-sink_empty(Sink *sink)
+/* Take all that waits out. */
+static Batch *
+take_all(Sink *sink)
 {
     Batch *batch = sink->oldest;
-    sink->oldest = sink->newest = NULL; /* first: what is freed may have finalisers, which end spans */
+    sink->oldest = sink->newest = NULL;
     sink->waiting = 0;
     sink->waiting_size = 0;
     sink->full = sink->announced = 0;
+    return batch;
+}
+
+static void
+free_all(Sink *sink, Batch *batch)
+{
     while (batch != NULL) {
         Batch *next = batch->next;
         batch_free(sink, batch);
         batch = next;
     }
+    LF_LOCK(&sink->lock);
     PyMem_RawFree(sink->spare.data);
     memset(&sink->spare, 0, sizeof(sink->spare));
+    LF_UNLOCK(&sink->lock);
 }
 
 /* In a child that was forked off, what waits is the parent's to send. */
@@ -914,9 +980,16 @@ static PyObject *
 sink_forget(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     Sink *sink = (Sink *)self;
-    sink->accepted = sink->dropped = 0; /* first, too */
+    LF_MUTEX_RESET(&sink->lock);
+    sink->accepted = sink->dropped = 0;
     sink->told = 0;
-    sink_empty(sink);
+    Batch *batch = take_all(sink); /* first: what is freed may have finalisers, which end spans */
+#if defined(Py_GIL_DISABLED)
+    (void)batch; /* another thread of the parent may have been in the middle of it: it is left behind */
+    memset(&sink->spare, 0, sizeof(sink->spare));
+#else
+    free_all(sink, batch);
+#endif
     Py_RETURN_NONE;
 }
 
@@ -925,16 +998,21 @@ static PyObject *
 sink_discard(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     Sink *sink = (Sink *)self;
+    LF_LOCK(&sink->lock);
     sink->accepted -= (unsigned long long)sink->waiting;
     sink->dropped += (unsigned long long)sink->waiting;
-    sink_empty(sink);
+    Batch *batch = take_all(sink);
+    LF_UNLOCK(&sink->lock);
+    free_all(sink, batch);
     Py_RETURN_NONE;
 }
 
 static PyObject *
 sink_close(PyObject *self, PyObject *Py_UNUSED(unused))
 {
+    LF_LOCK(&((Sink *)self)->lock);
     ((Sink *)self)->closed = 1;
+    LF_UNLOCK(&((Sink *)self)->lock);
     Py_RETURN_NONE;
 }
 
@@ -955,15 +1033,18 @@ sink_encode(PyObject *Py_UNUSED(self), PyObject *span)
         return PyErr_Format(PyExc_TypeError, "not a span of lensfast: %.100s", Py_TYPE(span)->tp_name);
     }
     Facts facts;
-    int done = ask(&facts, (LfSpan *)span);
     Batch batch;
     memset(&batch, 0, sizeof(batch));
     Run run = {((LfSpan *)span)->plan, {NULL, 0, 0}};
     batch.run = &run;
     batch.runs = 1;
+    int done;
+    Py_BEGIN_CRITICAL_SECTION(span);
+    done = ask(&facts, (LfSpan *)span);
     if (done == ENCODED) {
         done = encode_span(&run.buffer, (LfSpan *)span, &facts);
     }
+    Py_END_CRITICAL_SECTION();
     PyObject *request = done == ENCODED ? batch_request(&batch) : done == ODD ? Py_NewRef(Py_None) : PyErr_NoMemory();
     forget(&facts);
     PyMem_RawFree(run.buffer.data);
@@ -1012,7 +1093,7 @@ sink_clear(PyObject *self)
 {
     Sink *sink = (Sink *)self;
     sink->closed = 1;
-    sink_empty(sink);
+    free_all(sink, take_all(sink));
     Py_CLEAR(sink->wake);
     return 0;
 }
@@ -1030,7 +1111,10 @@ sink_dealloc(PyObject *self)
 #define COUNT(name, field)                                                                                            \
     static PyObject *sink_##name(PyObject *self, void *Py_UNUSED(closure))                                            \
     {                                                                                                                 \
-        return PyLong_FromUnsignedLongLong((unsigned long long)((Sink *)self)->field);                                \
+        LF_LOCK(&((Sink *)self)->lock);                                                                               \
+        unsigned long long count = (unsigned long long)((Sink *)self)->field;                                         \
+        LF_UNLOCK(&((Sink *)self)->lock);                                                                             \
+        return PyLong_FromUnsignedLongLong(count);                                                                    \
     }
 
 COUNT(accepted, accepted)

@@ -15,6 +15,7 @@ PyTypeObject *lf_tracer_type = NULL;
 
 static uint64_t epoch = 1; /* a plan of another epoch is outdated */
 static uint64_t seed_epoch = 1;
+static PyObject *no_arguments; /* an empty tuple */
 static PyObject *kwname_parent_context;
 static PyObject *str_on_start;
 static PyObject *str_on_ending;
@@ -26,7 +27,7 @@ static PyObject *str_context;
 void
 lf_plans_outdate(void)
 {
-    epoch++;
+    LF_INCREMENT(&epoch);
 }
 
 /* ---- torch.compile ---- */
@@ -71,7 +72,7 @@ lf_compiler_on(PyObject *previous)
 void
 lf_ids_reseed(void)
 {
-    seed_epoch++;
+    LF_INCREMENT(&seed_epoch);
 }
 
 typedef struct {
@@ -94,6 +95,7 @@ rotated(uint64_t x, int k)
 static int
 ids_seed(void)
 {
+    uint64_t seeding = LF_LOAD_ACQUIRE(&seed_epoch);
     PyObject *os = PyImport_ImportModule("os");
     if (os == NULL) {
         return -1;
@@ -111,7 +113,7 @@ ids_seed(void)
     memcpy(ids.state, PyBytes_AS_STRING(seed), sizeof(ids.state));
     Py_DECREF(seed);
     ids.state[0] |= 1; /* all zeros would stay so */
-    ids.epoch = seed_epoch;
+    ids.epoch = seeding;
     return 0;
 }
 
@@ -277,7 +279,7 @@ plan_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
         }
         *plan_object(plan, i) = value;
     }
-    plan->epoch = epoch;
+    plan->epoch = LF_LOAD_ACQUIRE(&epoch);
     plan->calls_on_ending = plan_number(source, "calls_on_ending") > 0;
     plan->freezes = plan_number(source, "freezes") > 0;
     plan->own_ids = plan_number(source, "own_ids") > 0;
@@ -359,9 +361,17 @@ static PyType_Spec plan_spec = {
 
 /* ---- open spans ---- */
 
+/* Unless they are closed. */
 static void
 open_spans_add(LfOpenSpans *spans, LfSpan *span)
 {
+    Py_INCREF(span);
+    LF_LOCK(&spans->lock);
+    if (spans->closed) {
+        LF_UNLOCK(&spans->lock);
+        Py_DECREF(span);
+        return;
+    }
     span->older = spans->newest;
     span->newer = NULL;
     if (spans->newest != NULL) {
@@ -372,13 +382,22 @@ open_spans_add(LfOpenSpans *spans, LfSpan *span)
     }
     spans->newest = span;
     span->is_open = 1;
-    Py_INCREF(span);
+    LF_UNLOCK(&spans->lock);
 }
 
-/* Take a span out; the reference of the list becomes the caller's. */
-static void
+/* Take a span out, the newest if it is NULL, and return it, if it was in: the reference of the list becomes the
+   caller's. */
+static LfSpan *
 open_spans_take(LfOpenSpans *spans, LfSpan *span)
 {
+    LF_LOCK(&spans->lock);
+    if (span == NULL) {
+        span = spans->newest;
+    }
+    if (span == NULL || !span->is_open) {
+        LF_UNLOCK(&spans->lock);
+        return NULL;
+    }
     if (span->older != NULL) {
         span->older->newer = span->newer;
     }
@@ -393,16 +412,16 @@ open_spans_take(LfOpenSpans *spans, LfSpan *span)
     }
     span->older = span->newer = NULL;
     span->is_open = 0;
+    LF_UNLOCK(&spans->lock);
+    return span;
 }
 
 /* Forget all of them. */
 static int
 open_spans_clear(PyObject *self)
 {
-    LfOpenSpans *spans = (LfOpenSpans *)self;
-    while (spans->newest != NULL) {
-        LfSpan *span = spans->newest;
-        open_spans_take(spans, span);
+    LfSpan *span;
+    while ((span = open_spans_take((LfOpenSpans *)self, NULL)) != NULL) {
         Py_DECREF(span);
     }
     return 0;
@@ -411,7 +430,14 @@ open_spans_clear(PyObject *self)
 static PyObject *
 open_spans_forget(PyObject *self, PyObject *Py_UNUSED(unused))
 {
+#if defined(Py_GIL_DISABLED)
+    /* Another thread of the parent may have been in the middle of it: the references are left behind. */
+    LfOpenSpans *spans = (LfOpenSpans *)self;
+    LF_MUTEX_RESET(&spans->lock);
+    spans->oldest = spans->newest = NULL;
+#else
     open_spans_clear(self);
+#endif
     Py_RETURN_NONE;
 }
 
@@ -420,11 +446,12 @@ static PyObject *
 open_spans_close(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     LfOpenSpans *spans = (LfOpenSpans *)self;
+    LF_LOCK(&spans->lock);
     spans->closed = 1;
+    LF_UNLOCK(&spans->lock);
     PyObject *list = PyList_New(0);
-    while (list != NULL && spans->newest != NULL) {
-        LfSpan *span = spans->newest;
-        open_spans_take(spans, span);
+    LfSpan *span;
+    while (list != NULL && (span = open_spans_take(spans, NULL)) != NULL) {
         int failed = PyList_Append(list, (PyObject *)span) < 0;
         Py_DECREF(span);
         if (failed) {
@@ -509,7 +536,7 @@ make_dict(PyObject **where)
             return -1;
         }
         if (*where == NULL) {
-            *where = made;
+            LF_STORE_RELEASE(where, made);
         }
         else {
             Py_DECREF(made);
@@ -670,9 +697,9 @@ get_private(LfSpan *span, int what)
 {
     const LfPlan *plan = span->plan;
     if (LF_UNLIKELY(span->replaced != NULL)) {
-        PyObject *value = PyDict_GetItemWithError(span->replaced, privates[what]);
+        PyObject *value = lf_dict_get(span->replaced, privates[what]);
         if (value != NULL || PyErr_Occurred()) {
-            return Py_XNewRef(value);
+            return value;
         }
     }
     switch (what) {
@@ -749,7 +776,7 @@ static int
 set_time(LfSpan *span, int what, PyObject *value)
 {
     uint8_t *known = what == P_START ? &span->started : &span->ended;
-    *known = value != Py_None;
+    LF_STORE_RELAXED(known, value != Py_None);
     if (value == Py_None || as_time(value, what == P_START ? &span->start : &span->end)) {
         return span->replaced == NULL || !PyDict_Contains(span->replaced, privates[what])
                    ? 0
@@ -797,13 +824,21 @@ set_private(LfSpan *span, int what, PyObject *value)
 static PyObject *
 span_get(PyObject *self, void *closure)
 {
-    return get_private((LfSpan *)self, (int)(intptr_t)closure);
+    PyObject *value;
+    Py_BEGIN_CRITICAL_SECTION(self);
+    value = get_private((LfSpan *)self, (int)(intptr_t)closure);
+    Py_END_CRITICAL_SECTION();
+    return value;
 }
 
 static int
 span_set(PyObject *self, PyObject *value, void *closure)
 {
-    return set_private((LfSpan *)self, (int)(intptr_t)closure, value);
+    int result;
+    Py_BEGIN_CRITICAL_SECTION(self);
+    result = set_private((LfSpan *)self, (int)(intptr_t)closure, value);
+    Py_END_CRITICAL_SECTION();
+    return result;
 }
 
 /* The public ones, which can't be set. */
@@ -811,11 +846,13 @@ static PyObject *
 span_get_tuple(PyObject *self, void *closure)
 {
     LfSpan *span = (LfSpan *)self;
-    PyObject *list = (int)(intptr_t)closure == P_EVENTS ? span->events : span->links;
+    PyObject *list;
+    Py_BEGIN_CRITICAL_SECTION(self);
+    list = Py_XNewRef((int)(intptr_t)closure == P_EVENTS ? span->events : span->links);
+    Py_END_CRITICAL_SECTION();
     if (list == NULL) {
         return PyTuple_New(0);
     }
-    Py_INCREF(list); /* while it is read, it may be replaced */
     PyObject *tuple = PySequence_Tuple(list);
     Py_DECREF(list);
     return tuple;
@@ -894,7 +931,10 @@ call_sdk(LfSpan *span, int method, PyObject *const *args, Py_ssize_t nargs, PyOb
 int
 lf_span_set_attribute(LfSpan *span, PyObject *key, PyObject *value)
 {
-    int done = set_clean_attribute(span, key, value);
+    int done;
+    Py_BEGIN_CRITICAL_SECTION(span);
+    done = set_clean_attribute(span, key, value);
+    Py_END_CRITICAL_SECTION();
     if (LF_LIKELY(done != 0)) {
         return done < 0 ? -1 : 0;
     }
@@ -941,49 +981,65 @@ span_set_attribute(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyOb
     Py_RETURN_NONE;
 }
 
+/* All of a dict: 1 if they were set, 0 if the SDK's code is to do it. */
+static int
+set_clean_attributes(LfSpan *span, PyObject *given)
+{
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(given, &position, &key, &value)) {
+        if (!PyUnicode_CheckExact(key) || PyUnicode_GET_LENGTH(key) == 0 || !is_clean(span->plan, value)) {
+            return 0;
+        }
+    }
+    Py_ssize_t present = span->attributes == NULL ? 0 : PyDict_GET_SIZE(span->attributes);
+    Py_ssize_t most = span->plan->max_attributes;
+    if (span->ended || span->sdk_sets_attributes || most == 0 || (span->attributes == NULL && span->bounded != NULL) ||
+        (most >= 0 && present + PyDict_GET_SIZE(given) > most)) {
+        return 0;
+    }
+    position = 0;
+    while (PyDict_Next(given, &position, &key, &value)) {
+        Py_INCREF(key); /* a garbage collection may change the dict */
+        Py_INCREF(value);
+        int done = set_clean_attribute(span, key, value);
+        Py_DECREF(key);
+        Py_DECREF(value);
+        if (done < 0) {
+            return -1;
+        }
+    }
+    return 1;
+}
+
 static PyObject *
 span_set_attributes(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    LfSpan *span = (LfSpan *)self;
     if (nargs == 1 && kwnames == NULL && PyDict_CheckExact(args[0])) {
-        PyObject *key, *value;
-        Py_ssize_t position = 0;
-        int clean = 1;
-        while (clean && PyDict_Next(args[0], &position, &key, &value)) {
-            clean = PyUnicode_CheckExact(key) && PyUnicode_GET_LENGTH(key) > 0 && is_clean(span->plan, value);
+        int done;
+        Py_BEGIN_CRITICAL_SECTION2(self, args[0]);
+        done = set_clean_attributes((LfSpan *)self, args[0]);
+        Py_END_CRITICAL_SECTION2();
+        if (done < 0) {
+            return NULL;
         }
-        Py_ssize_t present = span->attributes == NULL ? 0 : PyDict_GET_SIZE(span->attributes);
-        Py_ssize_t most = span->plan->max_attributes;
-        if (clean && !span->ended && !span->sdk_sets_attributes && most != 0 &&
-            (span->attributes != NULL || span->bounded == NULL) &&
-            (most < 0 || present + PyDict_GET_SIZE(args[0]) <= most)) {
-            position = 0;
-            while (PyDict_Next(args[0], &position, &key, &value)) {
-                Py_INCREF(key); /* a garbage collection may change the dict */
-                Py_INCREF(value);
-                int done = set_clean_attribute(span, key, value);
-                Py_DECREF(key);
-                Py_DECREF(value);
-                if (done < 0) {
-                    return NULL;
-                }
-            }
+        if (done) {
             Py_RETURN_NONE;
         }
     }
-    return call_sdk(span, LF_SDK_SET_ATTRIBUTES, args, nargs, kwnames);
+    return call_sdk((LfSpan *)self, LF_SDK_SET_ATTRIBUTES, args, nargs, kwnames);
 }
 
 static PyObject *
 span_get_span_context(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    return get_private((LfSpan *)self, P_CONTEXT);
+    return span_get(self, (void *)(intptr_t)P_CONTEXT);
 }
 
 static PyObject *
 span_is_recording(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    return PyBool_FromLong(!((LfSpan *)self)->ended);
+    return PyBool_FromLong(!LF_LOAD_RELAXED(&((LfSpan *)self)->ended));
 }
 
 static int
@@ -1047,10 +1103,11 @@ unlock_span(PyObject *lock)
 static int
 tell_ended(LfSpan *span)
 {
-    PyObject *replaced =
-        span->replaced == NULL ? NULL : PyDict_GetItemWithError(span->replaced, privates[P_PROCESSOR]);
+    PyObject *replaced = LF_LOAD_ACQUIRE(&span->replaced); /* once it is there, it stays */
+    replaced = replaced == NULL ? NULL : lf_dict_get(replaced, privates[P_PROCESSOR]);
     if (LF_UNLIKELY(replaced != NULL || PyErr_Occurred())) {
         PyObject *processors = replaced == NULL ? NULL : PyTuple_Pack(1, replaced);
+        Py_XDECREF(replaced);
         int failed = processors == NULL || (span->plan->calls_on_ending &&
                                             call_processors(processors, str_on_ending, (PyObject *)span) < 0) ||
                      call_processors(processors, str_on_end, (PyObject *)span) < 0;
@@ -1058,16 +1115,19 @@ tell_ended(LfSpan *span)
         return failed ? -1 : 0;
     }
     LfPlan *plan = span->plan;
-    if (LF_UNLIKELY(plan->epoch != epoch)) {
+    if (LF_LIKELY(plan->epoch == LF_LOAD_ACQUIRE(&epoch))) {
+        Py_INCREF(plan);
+    }
+    else {
         plan = lf_tracer_plan((LfTracer *)plan->tracer);
         if (plan == NULL && PyErr_Occurred()) {
             return -1;
         }
         if (plan == NULL || plan->processor != span->plan->processor) {
-            plan = span->plan; /* the tracer has been disabled */
+            Py_XDECREF(plan);
+            plan = (LfPlan *)Py_NewRef(span->plan); /* the tracer has been disabled */
         }
     }
-    Py_INCREF(plan);
     int result = call_processors(plan->on_ending, str_on_ending, (PyObject *)span);
     if (result == 0) {
         result = call_processors(plan->on_end, str_on_end, (PyObject *)span);
@@ -1076,24 +1136,20 @@ tell_ended(LfSpan *span)
     return result;
 }
 
-int
-lf_span_end(LfSpan *span, PyObject *end_time)
+/* 1: it has ended now. 0: that is for the SDK's code to say. */
+static int
+set_ended(LfSpan *span, PyObject *end_time)
 {
     PyObject *lock;
     if (lock_span(span, &lock) < 0) {
         return -1;
     }
     if (LF_UNLIKELY(span->ended || !span->started)) {
-        if (unlock_span(lock) < 0) {
-            return -1;
-        }
-        PyObject *result = call_sdk(span, LF_SDK_END, &end_time, end_time != NULL, NULL);
-        Py_XDECREF(result);
-        return result == NULL ? -1 : 0;
+        return unlock_span(lock) < 0 ? -1 : 0;
     }
     if (end_time == NULL || end_time == Py_None) {
         span->end = now();
-        span->ended = 1;
+        LF_STORE_RELAXED(&span->ended, 1);
     }
     else if (set_time(span, P_END, end_time) < 0) {
         unlock_span(lock);
@@ -1101,12 +1157,26 @@ lf_span_end(LfSpan *span, PyObject *end_time)
     }
     span->sdk_sets_attributes = 1; /* and refuses to, whatever is done to the end time */
     int failed = freeze(span) < 0;
-    if (unlock_span(lock) < 0 || failed) {
-        return -1;
+    return unlock_span(lock) < 0 || failed ? -1 : 1;
+}
+
+int
+lf_span_end(LfSpan *span, PyObject *end_time)
+{
+    int ended;
+    Py_BEGIN_CRITICAL_SECTION(span);
+    ended = set_ended(span, end_time);
+    Py_END_CRITICAL_SECTION();
+    if (LF_UNLIKELY(ended <= 0)) {
+        if (ended < 0) {
+            return -1;
+        }
+        PyObject *result = call_sdk(span, LF_SDK_END, &end_time, end_time != NULL, NULL);
+        Py_XDECREF(result);
+        return result == NULL ? -1 : 0;
     }
     Py_INCREF(span);
-    if (span->is_open) {
-        open_spans_take((LfOpenSpans *)span->plan->open_spans, span);
+    if (span->plan->open_spans != NULL && open_spans_take((LfOpenSpans *)span->plan->open_spans, span) != NULL) {
         Py_DECREF(span);
     }
     int result = tell_ended(span);
@@ -1239,15 +1309,8 @@ static PyType_Spec span_spec = {
 PyObject *
 lf_context_with(PyObject *outer, PyObject *span)
 {
-    static PyObject *empty = NULL;
-    if (empty == NULL) {
-        empty = PyTuple_New(0);
-        if (empty == NULL) {
-            return NULL;
-        }
-    }
     /* Its methods refuse to change it; those of dict do not. */
-    PyObject *context = PyDict_Type.tp_new(lf_api.context_type, empty, NULL);
+    PyObject *context = PyDict_Type.tp_new(lf_api.context_type, no_arguments, NULL);
     if (context == NULL) {
         return NULL;
     }
@@ -1321,7 +1384,7 @@ find_parent(Parent *parent, PyObject *context, PyTypeObject *ours_type)
     memset(parent, 0, sizeof(*parent));
     PyObject *span = NULL;
     if (LF_LIKELY(PyDict_Check(context))) {
-        span = Py_XNewRef(PyDict_GetItemWithError(context, lf_api.span_key));
+        span = lf_dict_get(context, lf_api.span_key);
     }
     else { /* somebody has attached something else */
         span = PyObject_CallMethod(context, "get", "O", lf_api.span_key);
@@ -1330,7 +1393,7 @@ find_parent(Parent *parent, PyObject *context, PyTypeObject *ours_type)
         Py_XDECREF(span);
         return PyErr_Occurred() ? -1 : 0;
     }
-    if ((Py_IS_TYPE(span, ours_type) || lf_is_span(span)) && ((LfSpan *)span)->replaced == NULL) {
+    if ((Py_IS_TYPE(span, ours_type) || lf_is_span(span)) && LF_LOAD_ACQUIRE(&((LfSpan *)span)->replaced) == NULL) {
         const LfSpan *ours = (LfSpan *)span;
         parent->there = (ours->trace_high | ours->trace_low) != 0 && ours->id != 0;
         if (!parent->there) {
@@ -1376,7 +1439,7 @@ static int
 draw_trace_id(const LfPlan *plan, Parent *root)
 {
     if (plan->own_ids) {
-        if (LF_UNLIKELY(ids.epoch != seed_epoch) && ids_seed() < 0) {
+        if (LF_UNLIKELY(ids.epoch != LF_LOAD_ACQUIRE(&seed_epoch)) && ids_seed() < 0) {
             return -1;
         }
         root->trace_high = ids_next();
@@ -1394,7 +1457,7 @@ draw_span_id(const LfPlan *plan, uint64_t *span_id)
 {
     uint64_t unused;
     if (plan->own_ids) {
-        if (LF_UNLIKELY(ids.epoch != seed_epoch) && ids_seed() < 0) {
+        if (LF_UNLIKELY(ids.epoch != LF_LOAD_ACQUIRE(&seed_epoch)) && ids_seed() < 0) {
             return -1;
         }
         *span_id = ids_next();
@@ -1648,7 +1711,7 @@ lf_span_start(LfPlan *plan, const LfStart *start)
     else if (set_time(span, P_START, start->start_time) < 0) {
         goto failed;
     }
-    if (plan->open_spans != NULL && !((LfOpenSpans *)plan->open_spans)->closed) {
+    if (plan->open_spans != NULL) {
         open_spans_add((LfOpenSpans *)plan->open_spans, span);
     }
     if (PyTuple_GET_SIZE(plan->on_start) == 0 || call_on_start(plan, (PyObject *)span, start->context) == 0) {
@@ -1669,13 +1732,21 @@ done:
 LfPlan *
 lf_tracer_plan(LfTracer *tracer)
 {
-    if (LF_LIKELY(tracer->epoch == epoch)) {
-        return tracer->plan;
+    LfPlan *known = NULL;
+    int is_known;
+    uint64_t making = LF_LOAD_ACQUIRE(&epoch);
+    Py_BEGIN_CRITICAL_SECTION(tracer);
+    is_known = tracer->epoch == making;
+    if (LF_LIKELY(is_known)) {
+        known = (LfPlan *)Py_XNewRef(tracer->plan);
+    }
+    Py_END_CRITICAL_SECTION();
+    if (LF_LIKELY(is_known)) {
+        return known;
     }
     if (lf_api.context_variable == NULL) { /* the context is kept in another way */
         return NULL;
     }
-    uint64_t making = epoch;
     PyObject *compiler = lf_compiler_off();
     PyObject *plan = PyObject_CallMethodNoArgs((PyObject *)tracer, str_make_plan);
     lf_compiler_on(compiler);
@@ -1693,9 +1764,15 @@ lf_tracer_plan(LfTracer *tracer)
     else {
         ((LfPlan *)plan)->epoch = making; /* what has changed since it began to be made is not in it */
     }
-    Py_XSETREF(tracer->plan, (LfPlan *)plan);
+    PyObject *old;
+    Py_XINCREF(plan);
+    Py_BEGIN_CRITICAL_SECTION(tracer);
+    old = (PyObject *)tracer->plan;
+    tracer->plan = (LfPlan *)plan;
     tracer->epoch = making;
-    return tracer->plan;
+    Py_END_CRITICAL_SECTION();
+    Py_XDECREF(old);
+    return (LfPlan *)plan;
 }
 
 static const char *const start_names[] = {
@@ -1767,7 +1844,6 @@ tracer_start_span(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObj
     if (plan == NULL) {
         return PyErr_Occurred() ? NULL : sdk_start_span(self, args, nargs, kwnames);
     }
-    Py_INCREF(plan); /* reading the arguments may run code that gives the tracer another */
     PyObject *span = start_by_plan(self, plan, args, nargs, kwnames);
     Py_DECREF(plan);
     return span;
@@ -1853,6 +1929,7 @@ lf_span_init(void)
         }
         end[i] = (PyGetSetDef){private_names[i], span_get, span_set, NULL, (void *)(intptr_t)i};
     }
+    no_arguments = PyTuple_New(0);
     kwname_parent_context = Py_BuildValue("(s)", "parent_context");
     const struct {
         PyObject **where;
@@ -1863,7 +1940,7 @@ lf_span_init(void)
     };
     for (size_t i = 0; i < sizeof(words) / sizeof(words[0]); i++) {
         *words[i].where = PyUnicode_InternFromString(words[i].text);
-        if (kwname_parent_context == NULL || *words[i].where == NULL) {
+        if (no_arguments == NULL || kwname_parent_context == NULL || *words[i].where == NULL) {
             return -1;
         }
     }

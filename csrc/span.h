@@ -113,6 +113,7 @@ typedef struct LfSpan {
 /* The spans of a provider that have started and not ended. */
 typedef struct {
     PyObject_HEAD
+    LfMutex lock;
     LfSpan *oldest;
     LfSpan *newest;
     int closed;
@@ -138,7 +139,7 @@ void lf_plans_outdate(void);
 /* From now on, ids are drawn from a new seed. */
 void lf_ids_reseed(void);
 
-/* The plan of a tracer, borrowed; NULL without an error where there is none. */
+/* The plan of a tracer: a new reference; NULL without an error where there is none. */
 LfPlan *lf_tracer_plan(LfTracer *tracer);
 
 /* What start_span was asked for; NULL is not given. */
@@ -157,7 +158,7 @@ typedef struct {
 /* A new span by that plan, recording or not. */
 PyObject *lf_span_start(LfPlan *plan, const LfStart *start);
 
-/* Find the dict of span->bounded, which is not NULL. */
+/* Find the dict of span->bounded, which is not NULL. The caller holds the span's lock. */
 void lf_span_follow_bounded(LfSpan *span);
 
 /* span.set_attribute(key, value) */

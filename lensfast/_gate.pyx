@@ -1,4 +1,4 @@
-# cython: language_level=3, binding=True, freethreading_compatible=False
+# cython: language_level=3, binding=True, freethreading_compatible=True
 """The gate in C: which span groups are enabled, asked billions of times.
 
 The hot functions live in csrc/; this file sets them up and holds what runs rarely.
