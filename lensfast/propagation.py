@@ -153,7 +153,7 @@ def carry_context() -> ContextCarrier:
     """Keep the OpenTelemetry context that is current here, with its span and baggage, for other threads.
 
     Threads start with an empty context, and so do those on which autograd runs a backward pass on a device. What is
-    to belong to the step there is given its context:
+    to belong to the step there is given its context::
 
         carrier = lensfast.carry_context()
         tensor.register_hook(carrier(hook))      # a function that runs in the context
