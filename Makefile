@@ -2,7 +2,11 @@
 # make test    install into .venv and run the tests
 # make bench   the measured table (with Python 3.13: against nemo-lens)
 # make bench-train   what instrumentation costs a training step, plain and compiled (installs torch; some 20 minutes)
-# make lint, make types, make instructions, make sanitize: what CI runs as well
+# make bench-startup   what `import lensfast` costs, and the size of the wheel
+# make docs    build the documentation site into build/docs
+# make wheels   build the wheels of every CPython here, install and test them (dist/)
+# make release-check   build what a release publishes, twice, and check it
+# make lint, make types, make workflows-lint, make instructions, make sanitize: what CI runs as well
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,11 +18,14 @@ BENCH_OPTIONS ?=
 # The CPU is enough, and smaller: BENCH_TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 BENCH_TORCH ?= torch
 DEMO_OPTIONS ?=
+WHEELS_VENV ?= .venv-wheels
+WHEELS_OPTIONS ?=
+RELEASE_OPTIONS ?=
 
 SOURCES := pyproject.toml setup.py lensfast/_gate.pyx $(wildcard csrc/*)
 PIP := -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test bench bench-train instructions lint types sanitize clean
+.PHONY: demo test bench bench-train bench-startup docs instructions lint types workflows-lint sanitize wheels release-check clean
 
 demo: $(VENV)/.demo
 	@$(VENV)/bin/python -m lensfast demo $(DEMO_OPTIONS)
@@ -49,6 +56,9 @@ endef
 bench-train: $(BENCH_VENV)/.bench-train
 	$(BENCH_VENV)/bin/python bench/train.py $(BENCH_OPTIONS)
 
+bench-startup: $(VENV)/.demo
+	$(VENV)/bin/python bench/startup.py $(BENCH_OPTIONS)
+
 # Instructions per site, disabled or enabled, against bench/instructions.json; needs valgrind and a C compiler.
 instructions: $(VENV)/.dev
 	$(VENV)/bin/python bench/instructions.py
@@ -64,6 +74,38 @@ sanitize: $(VENV)/.dev
 	    $(abspath $(VENV))/bin/python -m pytest -p no:cacheprovider -q \
 	    -k "not python" tests/test_gate.py tests/test_spans.py tests/test_trace_fn.py tests/test_groups.py \
 	    tests/test_native_spans.py tests/test_export.py tests/test_fork.py
+
+# With warnings as errors. lensfast is read from the source tree: no compiler is needed.
+docs: .venv-docs/.group
+	.venv-docs/bin/python -m sphinx -W --keep-going -n -q -b html -d build/doctrees docs build/docs
+	@echo "the documentation is in build/docs/index.html"
+
+# WHEELS_OPTIONS="--tests smoke --emulate --python PATH"; needs no C compiler.
+wheels: $(WHEELS_VENV)/.wheels
+	$(WHEELS_VENV)/bin/python tools/wheels.py $(WHEELS_OPTIONS)
+
+# What the release workflow runs before it publishes; needs a C compiler. RELEASE_OPTIONS="--tag v1.2.3 --output dist"
+release-check: .venv-release/.group
+	.venv-release/bin/python tools/release_check.py $(RELEASE_OPTIONS)
+
+workflows-lint: .venv-workflows/.group
+	PATH="$(CURDIR)/.venv-workflows/bin:$$PATH" actionlint
+	.venv-workflows/bin/zizmor --offline --pedantic --quiet .github
+
+# The tools of one dependency group, in an environment of their own.
+.venv-%/.group: pyproject.toml
+	@$(call check,$(PYTHON))
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python $(PIP) install --upgrade "pip>=25.1"
+	@$(@D)/bin/python $(PIP) install --group $*
+	@touch $@
+
+$(WHEELS_VENV)/.wheels: pyproject.toml
+	@$(call check,$(PYTHON))
+	@test -x $(WHEELS_VENV)/bin/python || $(PYTHON) -m venv $(WHEELS_VENV)
+	@$(WHEELS_VENV)/bin/python $(PIP) install --upgrade "pip>=25.1"
+	@$(WHEELS_VENV)/bin/python $(PIP) install --group wheels
+	@touch $@
 
 $(VENV)/.demo: $(SOURCES)
 	@$(call check,$(PYTHON))
@@ -90,7 +132,7 @@ $(BENCH_VENV)/.bench-train: $(BENCH_VENV)/.bench
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) build dist *.egg-info lensfast/*.so
+	rm -rf $(VENV) $(BENCH_VENV) $(WHEELS_VENV) .venv-docs .venv-release .venv-workflows build dist *.egg-info lensfast/*.so
 
 # Says what is missing on a bare machine, before pip does in its own words.
 define check

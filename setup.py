@@ -18,6 +18,9 @@ PURE = os.environ.get("LENSFAST_BUILD_PURE", "").strip().lower() in TRUE or sys.
 C_SOURCES = [f"csrc/{name}.c" for name in ("gate", "group", "manager", "noop", "otlp", "span", "traced")]
 C_HEADERS = [source[:-1] + "h" for source in C_SOURCES] + ["csrc/atomics.h", "csrc/callargs.h"]
 
+# Debug information is most of the file and names the directories of the build; CFLAGS decides where it is set.
+FLAGS = ["-std=c11", "-O2", "-fvisibility=hidden", *([] if "CFLAGS" in os.environ else ["-g0"])]
+
 
 class OptionalBuildExt(build_ext):
     """Turns a failed compilation into a warning, unless the extension is required."""
@@ -61,7 +64,7 @@ def extensions():
         ["lensfast/_gate.pyx", *C_SOURCES],
         include_dirs=["csrc"],
         depends=C_HEADERS,
-        extra_compile_args=[] if sys.platform == "win32" else ["-std=c11", "-O2", "-fvisibility=hidden"],
+        extra_compile_args=[] if sys.platform == "win32" else FLAGS,
     )
     return cythonize([gate], build_dir="build/cython")
 
