@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import pkgutil
 import subprocess
@@ -31,6 +32,8 @@ with suppress(ImportError):
 
 BACKENDS = ("c", "python")
 ROOT = Path(__file__).resolve().parent
+# The package under test: that of the source tree, or an installed one where these tests are without it.
+PACKAGE = Path(importlib.util.find_spec("lensfast").origin).parent
 _loaded: dict[str, dict[str, ModuleType]] = {}
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from conftest import BACKENDS, load_backend
+from conftest import BACKENDS, PACKAGE, load_backend
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -112,7 +112,7 @@ def test_both_gates_and_the_stub_have_one_interface():
     c, python = (load_backend(backend)["lensfast._backend"].gate for backend in BACKENDS)
     assert c is not python
     assert public_names(c) == public_names(python) | NATIVE
-    stub = ast.parse((ROOT / "lensfast" / "_gate.pyi").read_text())
+    stub = ast.parse((PACKAGE / "_gate.pyi").read_text())
     declared = {node.name for node in stub.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     declared |= {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
     assert declared == public_names(c)
@@ -125,23 +125,40 @@ def test_both_gates_and_the_stub_have_one_interface():
         assert methods <= set(dir(getattr(c, name)))
 
 
-def test_a_second_interpreter_is_refused_or_works():
-    """Not a crash: the extension's state is the process's."""
+@pytest.mark.parametrize("kind", ["isolated", "legacy"])
+def test_another_interpreter_has_the_python_gate(kind):
+    """The extension's state is the process's: it refuses, and lensfast works without it, with groups of its own."""
     load_backend("c")
     module = "_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters"
-    interpreters = importlib.import_module(module)
-    out, err = run(
-        f"import {module} as i; import lensfast; s = i.create();\n"
-        "try: print(i.run_string(s, 'import lensfast._gate'))\n"
-        "except Exception as error: print(error)\n"
-        "print(lensfast.is_span_group_enabled('x'), 'alive')"
+    kinds = (
+        {"isolated": "'isolated'", "legacy": "'legacy'"}
+        if sys.version_info >= (3, 13)
+        else {"isolated": "", "legacy": "isolated=False"}
     )
-    assert interpreters
-    assert out.endswith("False alive"), err
+    inner = (
+        "import warnings\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    import lensfast\n"
+        "print(lensfast.backend, [str(each.message) for each in caught if each.category is RuntimeWarning])\n"
+        "lensfast.set_enabled_span_groups({'x'})\n"
+        "print(lensfast.is_span_group_enabled('x'), bool(lensfast.span_group('x')))\n"
+        "with lensfast.managed_span('x', 'name'): print('span')"
+    )
+    out, err = run(
+        f"import {module} as interpreters, lensfast\n"
+        f"assert not (error := interpreters.run_string(interpreters.create({kinds[kind]}), {inner!r})), error\n"
+        "print(lensfast.backend, lensfast.is_span_group_enabled('x'))"
+    )
+    assert err == ""
+    first, *others = out.splitlines()
+    assert first.startswith("python ['lensfast runs on its slower Python gate: the C extension could not be loaded: ")
+    assert re.search("one interpreter per process|does not support loading in subinterpreters", first)
+    assert others == ["True True", "span", "c False"]
 
 
 def test_the_version_is_in_one_place():
     out, _ = run("import lensfast; print(lensfast.__version__)")
     namespace: dict = {}
-    exec((ROOT / "lensfast" / "package_info.py").read_text(), namespace)
+    exec((PACKAGE / "package_info.py").read_text(), namespace)
     assert out == namespace["__version__"]
