@@ -34,6 +34,9 @@ BACKENDS = ("c", "python")
 ROOT = Path(__file__).resolve().parent
 # The package under test: that of the source tree, or an installed one where these tests are without it.
 PACKAGE = Path(importlib.util.find_spec("lensfast").origin).parent
+# Whether threads run truly at once here.
+FREE_THREADED = not getattr(sys, "_is_gil_enabled", lambda: True)()
+IMMORTAL_FUNCTIONS = FREE_THREADED and sys.version_info < (3, 14)
 _loaded: dict[str, dict[str, ModuleType]] = {}
 
 

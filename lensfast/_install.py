@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
 import sys
@@ -89,7 +88,9 @@ def accelerate() -> None:
         if sys.modules.get(_THEIRS) is not None:
             _accelerate_imported()
         else:
-            if importlib.util.find_spec("nemo") is None:
+            from importlib import util
+
+            if util.find_spec("nemo") is None:
                 logger.warning(_NOT_INSTALLED)
             finder = OnImport(_THEIRS, _accelerate_now, missing=lambda: logger.warning(_NOT_INSTALLED))
             sys.meta_path.insert(0, finder)

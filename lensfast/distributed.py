@@ -11,7 +11,6 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, Tracer
 
 from ._spans import report_failure
-from .contrib.nccl import deserialize_context, serialize_context
 from .helpers import safe_set_span_attributes
 from .propagation import extract_context
 
@@ -40,6 +39,8 @@ def broadcast_trace_context(rank: int, src_rank: int = 0) -> dict[str, Any] | No
     torch, dist = sys.modules.get("torch"), sys.modules.get("torch.distributed")
     if torch is None or dist is None or not dist.is_available() or not dist.is_initialized():
         return None
+    from .contrib.nccl import deserialize_context, serialize_context
+
     group_rank = dist.get_rank()
     if rank != group_rank:
         report_failure(

@@ -1,14 +1,11 @@
 """Name, version and description of the package, in one place."""
 
-import re as _re
-
 # A literal, which the build reads without importing anything.
 __version__ = "0.1.0"
 
-_match = _re.match(r"(\d+)\.(\d+)\.(\d+)(.*)", __version__)
-assert _match
-MAJOR, MINOR, PATCH = (int(_match[part]) for part in (1, 2, 3))
-PRE_RELEASE = _match[4]
+_major, _minor, _rest = __version__.split(".", 2)
+PRE_RELEASE = _rest.lstrip("0123456789")
+MAJOR, MINOR, PATCH = int(_major), int(_minor), int(_rest.removesuffix(PRE_RELEASE))
 VERSION = (MAJOR, MINOR, PATCH, PRE_RELEASE)
 __shortversion__ = f"{MAJOR}.{MINOR}.{PATCH}"
 

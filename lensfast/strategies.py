@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Callable
@@ -14,6 +13,8 @@ ExportStrategy = Callable[[Any, int, int], bool]
 
 def rank_is_sampled(rank: int, rate: float) -> bool:
     """Whether `rank` is among the share `rate` of ranks: the same answer in every process and every run."""
+    import hashlib  # loads OpenSSL, which a job that takes no samples does without
+
     return int(hashlib.md5(str(rank).encode(), usedforsecurity=False).hexdigest(), 16) % 10000 / 10000 < rate
 
 

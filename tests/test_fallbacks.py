@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT
+from conftest import PACKAGE
 
 NAMES = {
     *("SpanRegistry", "is_span_group_enabled", "managed_span", "safe_set_span_attributes", "span_attributes"),
@@ -119,11 +119,11 @@ def test_the_registry_remembers_nothing_and_never_raises(lensfast):
 
 def test_the_file_imports_nothing_of_opentelemetry_or_lensfast():
     code = (
-        "import runpy, sys; runpy.run_path('lensfast/fallbacks.py');"
+        f"import runpy, sys; runpy.run_path({str(PACKAGE / 'fallbacks.py')!r});"
         "print([name for name in sys.modules if name.startswith(('opentelemetry', 'lensfast'))])"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(
-        [sys.executable, "-S", "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-S", "-c", code], cwd=PACKAGE.parent, env=environment, capture_output=True, text=True
     )
     assert result.stdout == "[]\n", result.stderr

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sysconfig
 import threading
 
 import pytest
+
+from conftest import FREE_THREADED
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork"),
@@ -18,6 +21,8 @@ def in_child(function):
     """Whether `function()` is true in a forked child; a child that hangs is killed, which is false."""
     pid = os.fork()
     if pid == 0:
+        # Else it may be pytest-timeout's handler, in Python, which a child that hangs in C would not come to.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(20)
         try:
             os._exit(0 if function() else 1)
@@ -40,6 +45,13 @@ def test_a_child_inherits_the_groups_and_switches_its_own(lensfast):
     assert not lensfast.is_span_group_enabled("job")
 
 
+@pytest.mark.skipif(
+    FREE_THREADED, reason="a child gets the locks of dicts as other threads held them: CPython's own limit"
+)
+@pytest.mark.skipif(
+    bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+    reason="without the GIL a child may hang in dict.get: CPython does not free the locks of dicts over a fork",
+)
 def test_a_fork_while_other_threads_hold_the_locks(lensfast):
     """As it happens when a data loader forks while another thread registers or switches groups."""
     stop = threading.Event()

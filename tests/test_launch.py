@@ -16,8 +16,10 @@ from types import ModuleType
 
 import pytest
 
+from conftest import PACKAGE
+
 ROOT = Path(__file__).resolve().parent.parent
-AUTO = str(ROOT / "lensfast" / "_auto")
+AUTO = str(PACKAGE / "_auto")
 
 try:
     NEMO_LENS = importlib.metadata.version("nemo-lens")

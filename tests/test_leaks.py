@@ -11,6 +11,8 @@ from itertools import pairwise
 
 import pytest
 
+from conftest import IMMORTAL_FUNCTIONS
+
 REPEATS = 400
 
 
@@ -107,6 +109,8 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_kept(lensfast, exporter, name):
+    if IMMORTAL_FUNCTIONS and name in {"tracing", "traced face"}:
+        pytest.skip("beside a second thread, 3.13t frees no function that is not nested")
     lensfast.set_enabled_span_groups({"on"})
     operation = operations(lensfast)[name]
 

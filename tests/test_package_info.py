@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from conftest import ROOT
+from conftest import PACKAGE, ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -37,7 +37,7 @@ def test_version(lensfast):
     [("0.1.0", (0, 1, 0, "")), ("1.22.333rc4", (1, 22, 333, "rc4")), ("2.0.0.dev1", (2, 0, 0, ".dev1"))],
 )
 def test_parts_of_other_versions(version, parts):
-    source = (ROOT / "lensfast" / "package_info.py").read_text()
+    source = (PACKAGE / "package_info.py").read_text()
     namespace = {}
     exec(re.sub(r'^__version__ = ".*"$', f"__version__ = {version!r}", source, flags=re.MULTILINE), namespace)
     assert namespace["VERSION"] == parts
@@ -46,7 +46,7 @@ def test_parts_of_other_versions(version, parts):
 
 def test_the_version_is_a_literal(lensfast):
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lensfast.package_info.__version__"}
-    tree = ast.parse((ROOT / "lensfast" / "package_info.py").read_text())
+    tree = ast.parse((PACKAGE / "package_info.py").read_text())
     values = [
         node.value
         for node in ast.walk(tree)
