@@ -339,8 +339,8 @@ class SpanManager:
         self.kind = kind
         self.record_exception = record_exception
         self.names_exception_type = names_exception_type
-        # A linked stack: the disabled span may be entered while it is entered, so this may be, too.
-        self._open: tuple[OpenSpan | UnstartedSpan, Any] | None = None
+        # The disabled span may be entered while it is entered, so this may be, too.
+        self._open: list[OpenSpan | UnstartedSpan] = []
 
     def start(self) -> OpenSpan | UnstartedSpan:
         """Start the span. A tracer that fails is logged and does not reach the caller."""
@@ -359,14 +359,15 @@ class SpanManager:
 
     def __enter__(self) -> Span:
         opened = self.start()
-        self._open = (opened, self._open)
         opened.attach()
+        self._open.append(opened)  # at last: another thread may leave what is in there
         return opened.span
 
     def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
-        if self._open is None:
-            raise RuntimeError(f"the manager of span {self.name!r} was left without being entered")
-        opened, self._open = self._open
+        try:
+            opened = self._open.pop()
+        except IndexError:
+            raise RuntimeError(f"the manager of span {self.name!r} was left without being entered") from None
         # In this order, so that an on_end processor sees the parent as current.
         opened.detach()
         opened.end(exc)

@@ -147,7 +147,9 @@ def test_another_interpreter_has_the_python_gate(kind):
     )
     out, err = run(
         f"import {module} as interpreters, lensfast\n"
-        f"assert not (error := interpreters.run_string(interpreters.create({kinds[kind]}), {inner!r})), error\n"
+        f"other = interpreters.create({kinds[kind]})\n"
+        f"assert not (error := interpreters.run_string(other, {inner!r})), error\n"
+        "interpreters.destroy(other)\n"
         "print(lensfast.backend, lensfast.is_span_group_enabled('x'))"
     )
     assert err == ""

@@ -1197,7 +1197,7 @@ def test_a_shutdown_while_spans_end(lensfast, scripted):
     begun, stop = threading.Event(), threading.Event()
 
     def work():
-        while not stop.is_set():
+        while not stop.wait(0.001):  # else they keep the GIL from the thread that empties the queue
             make_spans(handle, 10)
             begun.set()
 

@@ -492,7 +492,7 @@ class Run:
             return None
         known = getattr(error, "by_program", False) or isinstance(error, RaisedByLibrary)
         # Nothing else than these of Python itself; an error of this interpreter must not look like a program's.
-        assert known or re.match(r"unhashable type|(async )?(coroutine|generator) raised", str(error)), repr(error)
+        assert known or re.search(r"unhashable type|^(async )?(coroutine|generator) raised", str(error)), repr(error)
         return (
             type(error).__qualname__,
             repr(error.args),
