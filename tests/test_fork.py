@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sysconfig
 import threading
 
 import pytest
@@ -47,10 +46,6 @@ def test_a_child_inherits_the_groups_and_switches_its_own(lensfast):
 
 @pytest.mark.skipif(
     FREE_THREADED, reason="a child gets the locks of dicts as other threads held them: CPython's own limit"
-)
-@pytest.mark.skipif(
-    bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
-    reason="without the GIL a child may hang in dict.get: CPython does not free the locks of dicts over a fork",
 )
 def test_a_fork_while_other_threads_hold_the_locks(lensfast):
     """As it happens when a data loader forks while another thread registers or switches groups."""

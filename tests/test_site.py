@@ -17,7 +17,7 @@ from types import ModuleType
 
 import pytest
 
-from conftest import ROOT
+from conftest import PACKAGE, ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
 PAGES = {page.name: page.read_text() for page in sorted(REFERENCE.glob("*.md"))}
@@ -63,7 +63,7 @@ def assigned(node: ast.Assign | ast.AnnAssign) -> list[str]:
 
 
 def source(module: str) -> Path:
-    path = ROOT.joinpath(*module.split("."))
+    path = PACKAGE.parent.joinpath(*module.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
@@ -127,7 +127,7 @@ NOT_VARIABLES = {
 def capitals() -> set[str]:
     """All text in the sources that could be the name of a variable, or what an f-string makes one of."""
     texts = set()
-    for file in sorted((ROOT / "lensfast").rglob("*.py")):
+    for file in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts |= {node.value} & set(re.findall(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*_?", node.value))
@@ -155,7 +155,7 @@ def test_every_variable_in_the_sources_is_in_the_table():
 
 
 def test_every_variable_of_the_table_is_in_the_sources():
-    sources = "\n".join(file.read_text() for file in [*(ROOT / "lensfast").rglob("*.py"), ROOT / "setup.py"])
+    sources = "\n".join(file.read_text() for file in [*PACKAGE.rglob("*.py"), ROOT / "setup.py"])
     for name in variables():
         # Some are put together, of a prefix and a setting.
         together = re.fullmatch(r"(<PREFIX>|OTEL_EXPORTER_OTLP(?:_TRACES)?|OTEL_BLRP)_(\w+)", name)
