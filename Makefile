@@ -96,6 +96,7 @@ workflows-lint: .venv-workflows/.group
 .venv-%/.group: pyproject.toml
 	@$(call check,$(PYTHON))
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@echo "installing the tools for it into $(@D) ..."
 	@$(@D)/bin/python $(PIP) install --upgrade "pip>=25.1"
 	@$(@D)/bin/python $(PIP) install --group $*
 	@touch $@

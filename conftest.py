@@ -38,10 +38,13 @@ PACKAGE = Path(importlib.util.find_spec("lensfast").origin).parent
 FREE_THREADED = not getattr(sys, "_is_gil_enabled", lambda: True)()
 IMMORTAL_FUNCTIONS = FREE_THREADED and sys.version_info < (3, 14)
 _loaded: dict[str, dict[str, ModuleType]] = {}
+_missing: dict[str, str] = {}
 
 
 def load_backend(backend: str) -> dict[str, ModuleType]:
     """All modules of lensfast, imported afresh on `backend`; the process holds one such set per backend."""
+    if backend in _missing:  # not imported again: some hundred tests would each leave a copy of the package behind
+        pytest.skip(_missing[backend])
     if backend not in _loaded:
         before = take_modules("lensfast")
         os.environ["LENSFAST_PURE_PYTHON"] = "1" if backend == "python" else "0"
@@ -51,7 +54,8 @@ def load_backend(backend: str) -> dict[str, ModuleType]:
                 reason = importlib.import_module("lensfast._backend").backend_reason
                 if os.environ.get("LENSFAST_REQUIRE_EXTENSION") == "1":
                     pytest.fail(f"the C backend is required here: {reason}")
-                pytest.skip(f"no C backend: {reason}")
+                _missing[backend] = f"no C backend: {reason}"
+                pytest.skip(_missing[backend])
             for module in pkgutil.walk_packages(package.__path__, "lensfast."):
                 if module.name not in {"lensfast.__main__", "lensfast._gate"}:
                     importlib.import_module(module.name)

@@ -46,8 +46,9 @@ class OptionalBuildExt(build_ext):
         warnings.warn(
             "the C gate of lensfast was not built, so lensfast will run on its pure-Python gate, where a disabled "
             "span costs about five times as much. Install a C compiler and the Python headers (Debian, Ubuntu: "
-            "apt install gcc python3-dev) and install lensfast again; LENSFAST_REQUIRE_EXTENSION=1 makes this an "
-            f"error. The reason: {error}",
+            "apt install gcc python3-dev) and reinstall lensfast with --force-reinstall --no-cache-dir, since "
+            "pip keeps what it has built; LENSFAST_REQUIRE_EXTENSION=1 makes this an error. "
+            f"The reason: {error}",
             stacklevel=2,
         )
 

@@ -30,7 +30,9 @@ else:
         backend = "python"
         backend_reason = (
             "the C extension was not built when lensfast was installed: install a C compiler and the Python "
-            "headers (Debian, Ubuntu: apt install gcc python3-dev), then reinstall lensfast"
+            "headers (Debian, Ubuntu: apt install gcc python3-dev), then reinstall lensfast, from "
+            "source and not from pip's cache: pip install --force-reinstall --no-deps --no-cache-dir --no-binary "
+            "lensfast lensfast (from a clone: . in place of the last word)"
         )
     except ImportError as error:
         from . import _gate_py as gate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import tomllib
 
@@ -157,6 +158,8 @@ def test_releases_with_native_spans():
 
 
 def test_the_version_is_written_once():
+    if not shutil.which("git"):
+        pytest.skip("there is no git here to list the files")
     listed = subprocess.run(
         ["git", "ls-files", "-z", "*.py", "*.toml", "*.pyx", "*.pyi", "*.cfg"], cwd=ROOT, capture_output=True, text=True
     )
