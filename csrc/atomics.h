@@ -36,12 +36,42 @@
 #define Py_END_CRITICAL_SECTION2() }
 #endif
 
-/* A lock that is kept: between the two, no Python code may run and no reference be given back. */
+/* A lock that is kept: between the two, no Python code may run and no reference be given back.
+
+   Not a PyMutex, which is handed over to a thread that waits: where the process forks, or the interpreter ends, before
+   that one goes on, nobody ever gives it back. Here a thread that waits takes the lock itself, while it is attached. */
 #if defined(Py_GIL_DISABLED)
-typedef PyMutex LfMutex;
-#define LF_LOCK(mutex) PyMutex_Lock(mutex)
-#define LF_UNLOCK(mutex) PyMutex_Unlock(mutex)
-#define LF_MUTEX_RESET(mutex) (*(mutex) = (PyMutex){0})
+#include <sched.h>
+#include <time.h>
+typedef char LfMutex;
+
+static inline void
+lf_wait_for(LfMutex *mutex)
+{
+    for (int tries = 0; tries < 40; tries++) {
+        if (!__atomic_load_n(mutex, __ATOMIC_RELAXED)) {
+            return;
+        }
+        sched_yield();
+    }
+    PyThreadState *state = PyEval_SaveThread();
+    while (__atomic_load_n(mutex, __ATOMIC_RELAXED)) {
+        nanosleep(&(struct timespec){0, 50000}, NULL);
+    }
+    PyEval_RestoreThread(state);
+}
+
+static inline void
+lf_lock(LfMutex *mutex)
+{
+    while (LF_UNLIKELY(__atomic_exchange_n(mutex, 1, __ATOMIC_ACQUIRE))) {
+        lf_wait_for(mutex);
+    }
+}
+
+#define LF_LOCK(mutex) lf_lock(mutex)
+#define LF_UNLOCK(mutex) __atomic_store_n((mutex), 0, __ATOMIC_RELEASE)
+#define LF_MUTEX_RESET(mutex) LF_UNLOCK(mutex)
 #else
 typedef char LfMutex;
 #define LF_LOCK(mutex) ((void)(mutex))

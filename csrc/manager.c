@@ -108,13 +108,14 @@ report_failure(const char *doing, PyObject *name)
 
 static uint64_t names_epoch = 1; /* another one: a name of the two modules has been set since */
 static int names_are_watched = 0;
+static PyObject *modules = NULL;   /* the dict of sys.modules, if it is watched */
+static uint64_t modules_epoch = 1; /* likewise, of torch in there */
 
 #if PY_VERSION_HEX >= 0x030C0000
 static int
-name_changed(PyDict_WatchEvent Py_UNUSED(event), PyObject *Py_UNUSED(dict), PyObject *Py_UNUSED(key),
-             PyObject *Py_UNUSED(value))
+name_changed(PyDict_WatchEvent Py_UNUSED(event), PyObject *dict, PyObject *Py_UNUSED(key), PyObject *Py_UNUSED(value))
 {
-    LF_INCREMENT(&names_epoch);
+    LF_INCREMENT(dict == modules ? &modules_epoch : &names_epoch);
     return 0;
 }
 #endif
@@ -131,6 +132,10 @@ watch_names(void)
     /* Each time: the modules may have been imported anew. */
     names_are_watched = watcher >= 0 && PyDict_Watch(watcher, traces) == 0 && PyDict_Watch(watcher, spans) == 0;
     LF_INCREMENT(&names_epoch);
+    PyObject *now = PyImport_GetModuleDict(); /* borrowed */
+    if (modules == NULL && names_are_watched && PyDict_CheckExact(now) && PyDict_Watch(watcher, now) == 0) {
+        modules = Py_NewRef(now);
+    }
     PyErr_Clear();
 #endif
 }
@@ -235,10 +240,10 @@ current_tracer(PyObject *scope)
     }
     if (tracer == NULL) {
         tracer = call_python("current_tracer", &scope, 1);
-        looking = LF_LOAD_ACQUIRE(&names_epoch);
-        /* If it has been replaced meanwhile, the tracer is not that of the new one. */
+        /* If it has been replaced meanwhile, even if it is back, the tracer may be another's. */
         if (tracer != NULL && !patched && provider != NULL && provider != Py_None &&
-            !is_patched(str_tracer_provider, provider)) {
+            (names_are_watched ? LF_LOAD_ACQUIRE(&names_epoch) == looking
+                               : !is_patched(str_tracer_provider, provider))) {
             know_tracer(scope, provider, tracer, looking);
         }
     }
@@ -363,9 +368,18 @@ may_be_recomputing(void)
 {
     static PyObject *for_module = NULL, *task_id = NULL;
     static LfMutex lock;
-    PyObject *modules = PyImport_GetModuleDict(); /* borrowed */
-    PyObject *torch = PyDict_CheckExact(modules) ? lf_dict_get(modules, str_torch) : NULL;
+    static uint64_t without = 0; /* the epoch of sys.modules in which there was no torch */
+    PyObject *all = PyImport_GetModuleDict(); /* borrowed */
+    uint64_t looking = LF_LOAD_ACQUIRE(&modules_epoch);
+    /* Not looked up each time: threads may have to wait for each other there. */
+    if (LF_LIKELY(all == modules && LF_LOAD_RELAXED(&without) == looking)) {
+        return 0;
+    }
+    PyObject *torch = PyDict_CheckExact(all) ? look_up(all, str_torch) : NULL;
     if (torch == NULL) {
+        if (!PyErr_Occurred()) {
+            LF_STORE_RELAXED(&without, looking);
+        }
         PyErr_Clear();
         return 0;
     }
@@ -930,5 +944,12 @@ lf_manager_init(void)
     kwname_kind = Py_BuildValue("(s)", "kind");
     lf_gated_span_type = (PyTypeObject *)PyType_FromSpec(&gated_spec);
     lf_ungated_span_type = (PyTypeObject *)PyType_FromSpec(&ungated_spec);
-    return kwname_kind && lf_gated_span_type && lf_ungated_span_type ? 0 : -1;
+    if (kwname_kind == NULL || lf_gated_span_type == NULL || lf_ungated_span_type == NULL) {
+        return -1;
+    }
+#if defined(Py_GIL_DISABLED)
+    lf_make_immortal((PyObject *)lf_gated_span_type); /* they are, and all managers would count references in one place */
+    lf_make_immortal((PyObject *)lf_ungated_span_type);
+#endif
+    return 0;
 }

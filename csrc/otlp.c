@@ -344,6 +344,8 @@ typedef struct {
     int status;         /* its code */
     PyObject *message;  /* of the status: an exact str, owned; or NULL */
     PyObject *state;    /* the trace state as text, likewise */
+    PyObject *name;       /* of the span, owned: it may be given another while this thread waits */
+    PyObject *attributes; /* likewise; or NULL */
 } Facts;
 
 static void
@@ -351,6 +353,8 @@ forget(Facts *facts)
 {
     Py_CLEAR(facts->message);
     Py_CLEAR(facts->state);
+    Py_CLEAR(facts->name);
+    Py_CLEAR(facts->attributes);
 }
 
 /* All spans of a trace have one state, which never changes: its text is kept. */
@@ -451,7 +455,10 @@ ask(Facts *facts, LfSpan *span)
     if (span->trace_state != NULL && ask_trace_state(facts, span->trace_state) == ODD) {
         return ODD;
     }
-    return span->status == NULL ? ENCODED : ask_status(facts, span->status);
+    int done = span->status == NULL ? ENCODED : ask_status(facts, span->status);
+    facts->name = Py_NewRef(span->name);
+    facts->attributes = Py_XNewRef(span->attributes);
+    return done;
 }
 
 static int
@@ -505,7 +512,7 @@ encode_attributes(Buffer *buffer, PyObject *attributes)
 static int
 encode_span(Buffer *buffer, const LfSpan *span, const Facts *facts)
 {
-    if (!PyUnicode_CheckExact(span->name)) { /* it has been replaced since it was asked for */
+    if (!PyUnicode_CheckExact(facts->name)) { /* it has been replaced since it was asked for */
         return ODD;
     }
     if (!reserve(buffer, 96)) {
@@ -534,8 +541,8 @@ encode_span(Buffer *buffer, const LfSpan *span, const Facts *facts)
         put_byte(buffer, 8);
         put_big_endian(buffer, span->parent_id);
     }
-    if (PyUnicode_GET_LENGTH(span->name) > 0) {
-        int done = encode_text(buffer, SPAN_NAME, span->name);
+    if (PyUnicode_GET_LENGTH(facts->name) > 0) {
+        int done = encode_text(buffer, SPAN_NAME, facts->name);
         if (done != ENCODED) {
             return done;
         }
@@ -553,8 +560,8 @@ encode_span(Buffer *buffer, const LfSpan *span, const Facts *facts)
         put_byte(buffer, SPAN_END);
         put_fixed64(buffer, (uint64_t)span->end);
     }
-    if (span->attributes != NULL) {
-        int done = encode_attributes(buffer, span->attributes);
+    if (facts->attributes != NULL) {
+        int done = encode_attributes(buffer, facts->attributes);
         if (done != ENCODED) {
             return done;
         }
@@ -813,7 +820,7 @@ lf_sink_add(PyObject *self, PyObject *object)
 {
     Sink *sink = (Sink *)self;
     LfSpan *span = lf_is_span(object) ? (LfSpan *)object : NULL;
-    Facts facts = {0, 0, 0, NULL, NULL};
+    Facts facts = {0, 0, 0, NULL, NULL, NULL, NULL};
     if (span != NULL && !(span->flags & LF_SAMPLED)) {
         return 0;
     }

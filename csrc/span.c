@@ -361,6 +361,13 @@ static PyType_Spec plan_spec = {
 
 /* ---- open spans ---- */
 
+/* What `is_open` is for those in the list now. */
+static uint8_t
+open_now(const LfOpenSpans *spans)
+{
+    return (uint8_t)(1 + spans->forgotten % UINT8_MAX);
+}
+
 /* Unless they are closed. */
 static void
 open_spans_add(LfOpenSpans *spans, LfSpan *span)
@@ -381,7 +388,7 @@ open_spans_add(LfOpenSpans *spans, LfSpan *span)
         spans->oldest = span;
     }
     spans->newest = span;
-    span->is_open = 1;
+    span->is_open = open_now(spans);
     LF_UNLOCK(&spans->lock);
 }
 
@@ -394,7 +401,7 @@ open_spans_take(LfOpenSpans *spans, LfSpan *span)
     if (span == NULL) {
         span = spans->newest;
     }
-    if (span == NULL || !span->is_open) {
+    if (span == NULL || span->is_open != open_now(spans)) {
         LF_UNLOCK(&spans->lock);
         return NULL;
     }
@@ -435,6 +442,7 @@ open_spans_forget(PyObject *self, PyObject *Py_UNUSED(unused))
     LfOpenSpans *spans = (LfOpenSpans *)self;
     LF_MUTEX_RESET(&spans->lock);
     spans->oldest = spans->newest = NULL;
+    spans->forgotten++;
 #else
     open_spans_clear(self);
 #endif
@@ -604,9 +612,13 @@ keep_span_context(LfSpan *span, PyObject **kept, uint64_t id, uint8_t flags)
 static int
 freeze(LfSpan *span)
 {
-    return span->bounded != NULL && span->plan->freezes
-               ? PyObject_SetAttrString(span->bounded, "_immutable", Py_True)
-               : 0;
+    if (span->bounded == NULL || !span->plan->freezes) {
+        return 0;
+    }
+    PyObject *bounded = Py_NewRef(span->bounded); /* meanwhile the span may be given another */
+    int result = PyObject_SetAttrString(bounded, "_immutable", Py_True);
+    Py_DECREF(bounded);
+    return result;
 }
 
 static PyObject *
@@ -869,6 +881,18 @@ is_clean(const LfPlan *plan, PyObject *value)
     return PyBool_Check(value) || PyLong_CheckExact(value) || PyFloat_CheckExact(value);
 }
 
+/* dict.pop(key, None) */
+static int
+take_out(PyObject *dict, PyObject *key)
+{
+#if PY_VERSION_HEX >= 0x030D0000
+    return PyDict_Pop(dict, key, NULL); /* another thread may be faster */
+#else
+    int present = PyDict_Contains(dict, key);
+    return present <= 0 ? present : PyDict_DelItem(dict, key);
+#endif
+}
+
 /* 1 if that attribute was set, 0 if the SDK's code is to do it, with its warnings. */
 static int
 set_clean_attribute(LfSpan *span, PyObject *key, PyObject *value)
@@ -892,9 +916,8 @@ set_clean_attribute(LfSpan *span, PyObject *key, PyObject *value)
     PyObject *attributes = Py_NewRef(span->attributes); /* an odd key's __eq__ may have it replaced */
     int done = 1;
     if (PyDict_GET_SIZE(attributes) != 0) {
-        int present = PyDict_Contains(attributes, key);
         /* In BoundedAttributes, what is set again moves to the end. */
-        if (present < 0 || (present && PyDict_DelItem(attributes, key) < 0)) {
+        if (take_out(attributes, key) < 0) {
             done = -1;
         }
         else if (plan->max_attributes >= 0 && PyDict_GET_SIZE(attributes) >= plan->max_attributes) {
@@ -1735,12 +1758,12 @@ lf_tracer_plan(LfTracer *tracer)
     LfPlan *known = NULL;
     int is_known;
     uint64_t making = LF_LOAD_ACQUIRE(&epoch);
-    Py_BEGIN_CRITICAL_SECTION(tracer);
+    LF_LOCK(&tracer->lock);
     is_known = tracer->epoch == making;
     if (LF_LIKELY(is_known)) {
         known = (LfPlan *)Py_XNewRef(tracer->plan);
     }
-    Py_END_CRITICAL_SECTION();
+    LF_UNLOCK(&tracer->lock);
     if (LF_LIKELY(is_known)) {
         return known;
     }
@@ -1766,11 +1789,11 @@ lf_tracer_plan(LfTracer *tracer)
     }
     PyObject *old;
     Py_XINCREF(plan);
-    Py_BEGIN_CRITICAL_SECTION(tracer);
+    LF_LOCK(&tracer->lock);
     old = (PyObject *)tracer->plan;
     tracer->plan = (LfPlan *)plan;
     tracer->epoch = making;
-    Py_END_CRITICAL_SECTION();
+    LF_UNLOCK(&tracer->lock);
     Py_XDECREF(old);
     return (LfPlan *)plan;
 }

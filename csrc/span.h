@@ -104,7 +104,7 @@ typedef struct LfSpan {
     uint8_t parent_is_remote;
     uint8_t started;
     uint8_t ended;
-    uint8_t is_open; /* in the list of open spans */
+    uint8_t is_open; /* in the list of open spans, of that generation; or 0 */
     uint8_t record_exception;
     uint8_t set_status_on_exception;
     uint8_t sdk_sets_attributes; /* and not C: attributes are not under the plan's limits, or frozen */
@@ -117,11 +117,13 @@ typedef struct {
     LfSpan *oldest;
     LfSpan *newest;
     int closed;
+    uint8_t forgotten; /* how often: what was in the list before is of another generation */
 } LfOpenSpans;
 
 /* The base of a tracer. */
 typedef struct {
     PyObject_HEAD
+    LfMutex lock; /* of the two */
     LfPlan *plan; /* NULL where the SDK's code is to start the spans */
     uint64_t epoch;
 } LfTracer;

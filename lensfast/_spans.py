@@ -48,9 +48,10 @@ def current_tracer(scope: str) -> Tracer:
     patched = trace.get_tracer is not _GET_TRACER or trace.get_tracer_provider is not _GET_TRACER_PROVIDER
     if cached is not None and cached[0] is provider and not patched:
         return cached[1]
-    tracer = trace.get_tracer(scope)
-    if provider is not None and not patched:
-        _tracers[scope] = (provider, tracer)
+    if provider is None or patched:
+        return trace.get_tracer(scope)
+    tracer = trace.get_tracer(scope, tracer_provider=provider)  # another may be global by now
+    _tracers[scope] = (provider, tracer)
     return tracer
 
 

@@ -61,6 +61,8 @@ def sbatch(arguments: list[str]) -> None:
         "job-name nodes ntasks-per-node gpus-per-node cpus-per-task time partition open-mode signal output",
         flags="requeue exclusive",
     ).parse_args(shlex.split(directives))
+    if options.signal and not re.fullmatch(r"(?:[RB]*:)?\w+(?:@\d+)?", options.signal):
+        sys.exit(f"sbatch: --signal={options.signal}")
     nodes = int(options.nodes)
     variables = {
         "SLURM_JOB_ID": JOB_ID,
@@ -128,6 +130,11 @@ def torchrun(arguments: list[str]) -> None:
         parser("torchrun", "nnodes nproc-per-node node-rank max-restarts rdzv-id rdzv-backend rdzv-endpoint"), arguments
     )
     nodes, local_size = int(options.nnodes or 1), int(options.nproc_per_node or 1)
+    if options.rdzv_backend not in {None, "c10d", "static"}:
+        sys.exit(f"torchrun: --rdzv-backend {options.rdzv_backend}")
+    hosts = os.environ.get("SLURM_JOB_NODELIST") and {f"node0:{port}" for port in (29400, 29500)}
+    if hosts and options.rdzv_endpoint not in hosts:
+        sys.exit(f"torchrun: --rdzv-endpoint {options.rdzv_endpoint} is not the job's first node")
     # What c10d's rendezvous would tell it.
     node = int(options.node_rank or os.environ.get("SLURM_NODEID", "0"))
     ranks = [
@@ -197,6 +204,7 @@ def ray(arguments: list[str]) -> None:
     """start: whether the workers that it would start run on lensfast."""
     if arguments[0] != "start":
         sys.exit(f"ray: {arguments}")
+    parser("ray start", "address port", flags="head").parse_args(arguments[1:])
     code = "import nemo.lens; print('ray: nemo.lens of its workers is in', nemo.lens.__file__)"
     run([sys.executable, "-c", code])
 
@@ -229,7 +237,9 @@ def check_requirements(requirements: list[str]) -> None:
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     for text in requirements:
         requirement = Requirement(re.sub(r"^\.(?=\[|$)", "lensfast", text))
-        if requirement.name == "lensfast" and requirement.extras - extras:
+        if requirement.name not in {"lensfast", "rotel"}:
+            sys.exit(f"{text}: not a package that the documents are about")
+        if requirement.extras - extras:
             sys.exit(f"{text}: no such extra; there are {', '.join(sorted(extras))}")
 
 
@@ -307,7 +317,9 @@ def pretrain_gpt(arguments: list[str]) -> None:
     options.add_argument("--otel-enabled", action="store_true")
     options.add_argument("--otel-service-name")
     options.add_argument("--otel-span-groups")
-    args, _ = options.parse_known_args(arguments)
+    args, others = options.parse_known_args(arguments)
+    if unknown := [other for other in others if other.startswith("--otel")]:
+        sys.exit(f"pretrain_gpt.py: {unknown}")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     handle = initialize("megatron-main", rank, world_size, args)
     with LENS.managed_span("job", "megatron.train"):

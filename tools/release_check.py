@@ -190,9 +190,13 @@ def check_sdist(path: Path, version: str) -> None:
     say(f"{path.name}: the {len(names)} files of the repository, metadata, licence")
 
 
+MAX_WHEEL_BYTES = 300_000
+
+
 def check_wheel(path: Path, version: str, private: list[str]) -> None:
     with zipfile.ZipFile(path) as archive:
-        contents = {name: archive.read(name) for name in archive.namelist()}
+        contents = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
+    must(path.stat().st_size < MAX_WHEEL_BYTES, f"{path.name} has {path.stat().st_size:,} bytes")
     info = f"lensfast-{version}.dist-info"
     expected = {
         name for name in tracked_files() if name.startswith("lensfast/") and name.endswith((".py", ".pyi", "/py.typed"))
@@ -254,9 +258,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Builds what a release publishes, twice, and checks it.")
     parser.add_argument("--tag", help="the tag of the release, which is to agree with the version")
     parser.add_argument("--output", type=Path, help="a folder for the source distribution and the pure wheel")
+    parser.add_argument(
+        "--only-wheels", type=Path, metavar="FOLDER", help="check the wheels in there, and build nothing"
+    )
     options = parser.parse_args()
     os.umask(0o022)
     version = read_version()
+    if options.only_wheels:
+        for wheel in sorted(options.only_wheels.glob("*.whl")):
+            check_wheel(wheel, version, private=[])
+        return
     check_changelog(version, options.tag)
     epoch = int(os.environ.get("SOURCE_DATE_EPOCH") or run("git", "log", "-1", "--format=%ct"))
     with tempfile.TemporaryDirectory(prefix="lensfast-release-") as name:

@@ -6,6 +6,7 @@ opentelemetry-exporter-otlp-proto-http, but no pytest and no second process: it 
 
 import os
 import platform
+import sys
 import sysconfig
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -97,6 +98,8 @@ def check_native_spans():
 
 
 assert lensfast.backend == "c", backend_reason
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    assert not sys._is_gil_enabled(), "something that was imported has switched the GIL on"
 check_disabled()
 check_spans_of_the_sdk()
 check_native_spans()
