@@ -8,7 +8,8 @@ import os
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -147,3 +148,33 @@ def exporter(request: pytest.FixtureRequest, lensfast: ModuleType) -> InMemorySp
     provider.add_span_processor(SimpleSpanProcessor(memory))
     trace.set_tracer_provider(provider)
     return memory
+
+
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    """With a GIL, they take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def at_once(*programs: Callable[[], object]) -> None:
+    """Run each in a thread of its own, all from one moment on; what one raises, fails the test."""
+    raised: list[BaseException] = []
+    start = threading.Barrier(len(programs))
+
+    def run(program: Callable[[], object]) -> None:
+        start.wait()
+        try:
+            program()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(program,)) for program in programs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if raised:
+        raise raised[0]

@@ -28,18 +28,6 @@ BACKENDS = {"c": "0", "python": "1"}
 AT_MOST = 1.30  # of what `import opentelemetry.trace` takes
 WHEEL_KILOBYTES_BELOW = 300
 NOTHING, API, LENSFAST = "pass", "import opentelemetry.trace", "import lensfast"
-SITES = """
-import sys, lensfast
-before = set(sys.modules)
-@lensfast.trace_fn("on", "function")
-def function(): ...
-handle = lensfast.span_group("on")
-for enabled in ((), ("on",)):
-    lensfast.set_enabled_span_groups(enabled)
-    function()
-    with lensfast.managed_span("on", "span", key=1), handle.span("span"), lensfast.span_cm("span", key=1): ...
-print(*sorted(set(sys.modules) - before))
-"""
 
 
 class Installed:
@@ -140,16 +128,6 @@ def measure(installed: Installed, backend: str, rounds: int, at_most: float) -> 
         empty_calls, api_calls, our_calls = (installed.file_calls(code) for code in programs)
         for i, what in enumerate(("files opened", "system calls that name a file")):
             yield row(what, backend, api_calls[i] - empty_calls[i], our_calls[i] - empty_calls[i], "")
-    late = installed.run(SITES).stdout.split()
-    yield Row(
-        "modules imported by the first spans",
-        backend,
-        "",
-        " ".join(late) or "none",
-        "",
-        "none",
-        "MISSED" if late else "ok",
-    )
 
 
 def main() -> int:

@@ -55,7 +55,7 @@ from opentelemetry.trace import (
     use_span,
 )
 
-from conftest import load_backend, run_code, take_modules
+from conftest import at_once, load_backend, run_code, take_modules
 
 SURROGATE = "\ud800"
 T0 = 1_700_000_000_000_000_000
@@ -1510,34 +1510,6 @@ def test_a_provider_that_nobody_holds_goes_with_all_its_spans(native: Any) -> No
     assert [each() for each in gone] == [None] * 4
 
 
-@pytest.fixture
-def hasty_threads() -> Iterator[None]:
-    """Threads take turns all the time."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-def in_threads(*functions: Callable[[], Any]) -> None:
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(len(functions))
-
-    def guarded(function: Callable[[], Any]) -> None:
-        barrier.wait()
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-
-
 def test_threads_that_change_a_span(native: Any, hasty_threads: None) -> None:
     tracer = native.TracerProvider(shutdown_on_exit=False, span_limits=SpanLimits(*[SpanLimits.UNSET] * 8)).get_tracer(
         "scope"
@@ -1554,7 +1526,7 @@ def test_threads_that_change_a_span(native: Any, hasty_threads: None) -> None:
 
             return run
 
-        in_threads(*(change(number) for number in range(4)))
+        at_once(*(change(number) for number in range(4)))
         span.end()
         numbers = [(f"{number}.{i}", i) for number in range(4) for i in range(25)]
         assert dict(span.attributes) == {**dict(numbers), **{f"{name}.list": (i,) for name, i in numbers}}
@@ -1581,7 +1553,7 @@ def test_threads_that_change_a_span_as_it_ends(
                 span.set_status(StatusCode.ERROR, "x")
                 span.update_name("name")
 
-        in_threads(change, change, span.end, span.end)
+        at_once(change, change, span.end, span.end)
         assert [ended.name for ended in keep.ended] == [span.name]
         left = seen(span)
         change()
@@ -1596,7 +1568,7 @@ def test_an_attribute_set_while_another_thread_asks_for_the_first_time(
 
     def slow(*arguments: Any) -> Any:
         if spans:
-            in_threads(lambda: spans.pop().set_attribute("a", 1))
+            at_once(lambda: spans.pop().set_attribute("a", 1))
         return make(*arguments)
 
     monkeypatch.setattr(native, "_bounded_attributes", slow)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -16,37 +14,10 @@ from opentelemetry.sdk.trace import SpanProcessor
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState, set_span_in_context
 
+from conftest import at_once
+
 THREADS = 6
-
-
-@pytest.fixture(autouse=True)
-def hasty_threads() -> Iterator[None]:
-    """With a GIL, they take turns as often as they can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-def at_once(*programs: Callable[[], object]) -> None:
-    """Run each in a thread of its own, all from one moment on; what one raises, fails the test."""
-    raised: list[BaseException] = []
-    start = threading.Barrier(len(programs))
-
-    def run(program: Callable[[], object]) -> None:
-        start.wait()
-        try:
-            program()
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(program,)) for program in programs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if raised:
-        raise raised[0]
+pytestmark = pytest.mark.usefixtures("hasty_threads")
 
 
 class Counts(SpanProcessor):
