@@ -366,46 +366,56 @@ set_attributes(Manager *self, PyObject *span)
 static int
 may_be_recomputing(void)
 {
-    static PyObject *for_module = NULL, *task_id = NULL;
+    static PyObject *task_id = NULL, *of_module = NULL;
+    static uint64_t asked = 0;   /* the epoch of sys.modules in which task_id was torch's */
+    static uint64_t without = 0; /* one in which there was no torch */
     static LfMutex lock;
-    static uint64_t without = 0; /* the epoch of sys.modules in which there was no torch */
     PyObject *all = PyImport_GetModuleDict(); /* borrowed */
-    uint64_t looking = LF_LOAD_ACQUIRE(&modules_epoch);
+    uint64_t looking = all == modules ? LF_LOAD_ACQUIRE(&modules_epoch) : 0;
     /* Not looked up each time: threads may have to wait for each other there. */
-    if (LF_LIKELY(all == modules && LF_LOAD_RELAXED(&without) == looking)) {
-        return 0;
-    }
-    PyObject *torch = PyDict_CheckExact(all) ? look_up(all, str_torch) : NULL;
-    if (torch == NULL) {
-        if (!PyErr_Occurred()) {
-            LF_STORE_RELAXED(&without, looking);
-        }
-        PyErr_Clear();
+    if (LF_LIKELY(looking != 0 && LF_LOAD_RELAXED(&without) == looking)) {
         return 0;
     }
     LF_LOCK(&lock);
-    PyObject *function = torch == for_module ? Py_NewRef(task_id) : NULL;
+    PyObject *function = looking != 0 && asked == looking ? Py_NewRef(task_id) : NULL;
     LF_UNLOCK(&lock);
     if (LF_UNLIKELY(function == NULL)) {
-        PyObject *inner = PyObject_GetAttrString(torch, "_C");
-        function = inner == NULL ? NULL : PyObject_GetAttr(inner, str_task_id);
-        Py_XDECREF(inner);
-        if (function == NULL) {
+        PyObject *torch = PyDict_CheckExact(all) ? look_up(all, str_torch) : NULL;
+        if (torch == NULL) {
+            if (!PyErr_Occurred() && looking != 0) {
+                LF_STORE_RELAXED(&without, looking);
+            }
             PyErr_Clear();
-            Py_DECREF(torch);
-            return 1;
+            return 0;
         }
-        Py_INCREF(function);
-        Py_INCREF(torch);
         LF_LOCK(&lock);
-        PyObject *const old[] = {task_id, for_module};
-        task_id = function;
-        for_module = torch;
+        function = torch == of_module ? Py_NewRef(task_id) : NULL;
+        if (function != NULL) {
+            asked = looking;
+        }
         LF_UNLOCK(&lock);
-        Py_XDECREF(old[0]);
-        Py_XDECREF(old[1]);
+        if (function == NULL) {
+            PyObject *inner = PyObject_GetAttrString(torch, "_C");
+            function = inner == NULL ? NULL : PyObject_GetAttr(inner, str_task_id);
+            Py_XDECREF(inner);
+            if (function == NULL) {
+                PyErr_Clear();
+                Py_DECREF(torch);
+                return 1;
+            }
+            Py_INCREF(function);
+            Py_INCREF(torch);
+            LF_LOCK(&lock);
+            PyObject *const old[] = {task_id, of_module};
+            task_id = function;
+            of_module = torch;
+            asked = looking;
+            LF_UNLOCK(&lock);
+            Py_XDECREF(old[0]);
+            Py_XDECREF(old[1]);
+        }
+        Py_DECREF(torch);
     }
-    Py_DECREF(torch);
     PyObject *id = PyObject_CallNoArgs(function);
     Py_DECREF(function);
     int idle = id != NULL && PyLong_Check(id) && PyLong_AsLong(id) == -1 && !PyErr_Occurred();
