@@ -1304,6 +1304,10 @@ class HoldingFirst(list):
 @pytest.mark.parametrize("how", ["fork", "multiprocessing"])
 def test_a_forked_child(tmp_path, backend, protocol, how, when):
     """It has its own counts and thread, and sends its own spans only, also if its parent was amid sending."""
+    if (protocol, when) == ("grpc", "exporting"):
+        pytest.skip(
+            "gRPC leaves its fork handlers out while it is in a call: now and then a child hangs in its channel"
+        )
     script = tmp_path / "train.py"
     script.write_text(FORK)
     arrived, go_on = tmp_path / "arrived", tmp_path / "go_on"
