@@ -18,7 +18,6 @@ BENCH_OPTIONS ?=
 # The CPU is enough, and smaller: BENCH_TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 BENCH_TORCH ?= torch
 DEMO_OPTIONS ?=
-WHEELS_VENV ?= .venv-wheels
 WHEELS_OPTIONS ?=
 RELEASE_OPTIONS ?=
 
@@ -81,8 +80,8 @@ docs: .venv-docs/.group
 	@echo "the documentation is in build/docs/index.html"
 
 # WHEELS_OPTIONS="--tests smoke --emulate --python PATH"; needs no C compiler.
-wheels: $(WHEELS_VENV)/.wheels
-	$(WHEELS_VENV)/bin/python tools/wheels.py $(WHEELS_OPTIONS)
+wheels: .venv-wheels/.group
+	.venv-wheels/bin/python tools/wheels.py $(WHEELS_OPTIONS)
 
 # What the release workflow runs before it publishes; needs a C compiler. RELEASE_OPTIONS="--tag v1.2.3 --output dist"
 release-check: .venv-release/.group
@@ -99,13 +98,6 @@ workflows-lint: .venv-workflows/.group
 	@echo "installing the tools for it into $(@D) ..."
 	@$(@D)/bin/python $(PIP) install --upgrade "pip>=25.1"
 	@$(@D)/bin/python $(PIP) install --group $*
-	@touch $@
-
-$(WHEELS_VENV)/.wheels: pyproject.toml
-	@$(call check,$(PYTHON))
-	@test -x $(WHEELS_VENV)/bin/python || $(PYTHON) -m venv $(WHEELS_VENV)
-	@$(WHEELS_VENV)/bin/python $(PIP) install --upgrade "pip>=25.1"
-	@$(WHEELS_VENV)/bin/python $(PIP) install --group wheels
 	@touch $@
 
 $(VENV)/.demo: $(SOURCES)
@@ -133,7 +125,7 @@ $(BENCH_VENV)/.bench-train: $(BENCH_VENV)/.bench
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(WHEELS_VENV) .venv-docs .venv-release .venv-workflows build dist *.egg-info lensfast/*.so
+	rm -rf $(VENV) $(BENCH_VENV) .venv-wheels .venv-docs .venv-release .venv-workflows build dist *.egg-info lensfast/*.so
 
 # Says what is missing on a bare machine, before pip does in its own words.
 define check
